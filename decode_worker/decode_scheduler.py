@@ -134,6 +134,8 @@ class DecodeScheduler:
         if self._waiting.pop(key, None) is None:
             groups = (self._running, self._ready, self._preempted)
             next(group for group in groups if sequence in group).remove(sequence)
+            if self._speculation:
+                self._speculation.keep(sequence)
         if not sequence.lease.released:
             sequence.lease.release()
         return True

@@ -16,9 +16,10 @@ from collections.abc import Iterable
 
 from baton.core.online_fit import OnlineFit
 from baton.engine.page_pool import PagePool
-from baton.engine.prompt_lookup import PromptLookup
+from baton.engine.prompt_lookup import Acceptance, PastAnswers, PromptLookup
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
+from baton.engine.token_index import LONG
 
 MOST_GUESSES = 15
 """Of one sequence in one step."""
@@ -35,6 +36,8 @@ _Chance = tuple[float, Sequence]
 class Speculation:
     def __init__(self) -> None:
         self._cost = OnlineFit((STEP_SECONDS, ROW_SECONDS), MEMORY)
+        self._acceptance = Acceptance()
+        self._past = PastAnswers()
 
     def note_step(self, rows: int, seconds: float) -> None:
         self._cost.note((1, rows), seconds)
@@ -43,7 +46,7 @@ class Speculation:
         """Sets the guesses of the plan's sequences: at most `most_rows`, with at most `pages` new
         pages."""
         decoding = [each for each in plan if each.uncomputed == 1 and not each.expected]
-        offers = {each: offered(each) for each in decoding}
+        offers = {each: self._offered(each) for each in decoding}
         chances = [
             (chance, each)
             for each, guesses in offers.items()
@@ -57,6 +60,24 @@ class Speculation:
             pages -= free - pool.free
             if sequence.guide and sequence.guesses:
                 sequence.guesses = sequence.guide.look_ahead(sequence.guesses)
+
+    def keep(self, sequence: Sequence) -> None:
+        """Lets later requests of its tenant guess from its answer."""
+        if sequence.lookup:
+            answer = max(0, sequence.prompt_length - LONG)
+            self._past.add(sequence.work.cache_salt, sequence.tokens[answer:])
+
+    def _offered(self, sequence: Sequence) -> list[int]:
+        """The next tokens as far as they are guessed, and may come: none behind the last that
+        max_tokens allows, and none from a stop token on."""
+        if sequence.lookup is None:
+            past = self._past.of(sequence.work.cache_salt)
+            sequence.lookup = PromptLookup(sequence.tokens, past, self._acceptance)
+        sequence.lookup.follow()
+        left = sequence.work.max_tokens - sequence.generated - 1
+        guesses = sequence.lookup.guess(min(left, MOST_GUESSES))
+        ends = (at for at, guess in enumerate(guesses) if guess in sequence.work.stop_token_ids)
+        return guesses[: next(ends, len(guesses))]
 
     def _depths(
         self, chances: Iterable[_Chance], rows: int, tokens: float, most: int
@@ -73,18 +94,6 @@ class Speculation:
             tokens += chance
             seconds += row
         return depths
-
-
-def offered(sequence: Sequence) -> list[int]:
-    """The next tokens as far as they are guessed, and may come: none behind the last that
-    max_tokens allows, and none from a stop token on."""
-    if sequence.lookup is None:
-        sequence.lookup = PromptLookup(sequence.tokens)
-    sequence.lookup.follow()
-    left = sequence.work.max_tokens - sequence.generated - 1
-    guesses = sequence.lookup.guess(min(left, MOST_GUESSES))
-    ends = (at for at, guess in enumerate(guesses) if guess in sequence.work.stop_token_ids)
-    return guesses[: next(ends, len(guesses))]
 
 
 def covered(sequence: Sequence, guesses: list[int], pool: PagePool, pages: int) -> list[int]:

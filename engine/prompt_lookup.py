@@ -1,64 +1,110 @@
 """Guesses the next tokens of a sequence: what followed the same tokens before, in its prompt or
-its answer.
+its answer, or in earlier answers to the same tenant.
 
-An index has the latest place behind each run of two and of four tokens. A match that goes on is
-followed token by token, so it grows without a search. Keys are hashes: a collision costs a wrong
-guess, and a wrong guess costs time alone.
-
-Each token that comes is compared with the one guessed for it, whether or not that was run. So the
-chance of a guess is known without trying, by the length of its match.
+A match that goes on is followed token by token, so it grows without a search. Each token that
+comes is compared with the one guessed for it, whether or not that was run. So the chance of a
+guess is known without trying, by the length of its match.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
-import numpy as np
-
-LONG, SHORT = 4, 2
-"""Tokens that must be equal for a match; a long one is looked for first."""
+from baton.engine.token_index import LONG, TokenIndex, last_runs
 
 MOST_INDEXED = 1 << 14
-"""Of a prompt, the last tokens that are indexed at first."""
+"""Of a prompt, the last tokens that are indexed."""
 
-MEMORY = 0.94
-"""What a comparison counts for after each further one of its kind."""
+MOST_KEPT, MOST_TENANTS = 1 << 13, 32
+"""Tokens of a tenant's answers in one generation, of which there are two; and tenants."""
 
 PRIORS = ((4, 0.3), (12, 0.6), (1 << 30, 0.85))
 """By the length of a match up to these: the share of right guesses that is assumed at first."""
 PRIOR_WEIGHT = 2.0
+MEMORY, LONG_MEMORY = 0.94, 0.99
+"""What a comparison counts for after each further one of its kind: for its sequence, and for the
+sequences that begin later."""
 
-_FACTOR = 0x9E3779B1
+
+class Acceptance:
+    """Shares of right guesses. It begins with what `before` has seen, and adds to that."""
+
+    def __init__(self, before: Acceptance | None = None) -> None:
+        self._before = before
+        self._memory = MEMORY if before else LONG_MEMORY
+        kinds = range(len(PRIORS))
+        shares = [before.share(kind) if before else PRIORS[kind][1] for kind in kinds]
+        self._right = [PRIOR_WEIGHT * share for share in shares]
+        self._compared = [PRIOR_WEIGHT] * len(shares)
+
+    def share(self, kind: int) -> float:
+        return self._right[kind] / self._compared[kind]
+
+    def note(self, kind: int, *, right: bool) -> None:
+        self._right[kind] = self._memory * self._right[kind] + right
+        self._compared[kind] = self._memory * self._compared[kind] + 1.0
+        if self._before:
+            self._before.note(kind, right=right)
+
+
+class PastAnswers:
+    """What tenants were answered lately. Nobody's guesses come from another tenant's answers:
+    how fast an answer comes must not say what others asked."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, list[TokenIndex]] = OrderedDict()
+
+    def of(self, tenant: str) -> list[TokenIndex]:
+        """The latest first."""
+        return self._tenants.get(tenant, [])
+
+    def add(self, tenant: str, tokens: list[int]) -> None:
+        generations = self._tenants.setdefault(tenant, [])
+        self._tenants.move_to_end(tenant)
+        if not generations or len(generations[0].tokens) + len(tokens) > MOST_KEPT:
+            generations.insert(0, TokenIndex([]))
+            del generations[2:]
+        generations[0].extend(tokens[-MOST_KEPT:])
+        if len(self._tenants) > MOST_TENANTS:
+            self._tenants.popitem(last=False)
 
 
 class PromptLookup:
-    """Of one sequence; `tokens` is its own list, which grows."""
+    """Of one sequence; `tokens` is its own list, which grows. `past` are other texts."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-        self._index = _indexed(tokens)
-        self._place: int | None = None  # of the token guessed to come next
+    def __init__(
+        self,
+        tokens: list[int],
+        past: list[TokenIndex] | None = None,
+        seen: Acceptance | None = None,
+    ) -> None:
+        self._source = tokens
+        self._own = TokenIndex(tokens[-MOST_INDEXED:-1])
+        self._past = past or []
+        self._acceptance = Acceptance(seen or Acceptance())
+        self._text = self._own  # the one that matches
+        self._place: int | None = None  # in it, of the token guessed to come next
         self._length = 0  # of the match before it
-        self._right = [PRIOR_WEIGHT * share for _, share in PRIORS]
-        self._compared = [PRIOR_WEIGHT] * len(PRIORS)
-        self._known = max(0, len(tokens) - 1)  # tokens that the index has seen
+        self._known = max(0, len(tokens) - 1)
         self.follow()
 
     def follow(self) -> None:
         """Takes over what was added to the tokens."""
-        for position in range(self._known, len(self._tokens)):
+        for position in range(self._known, len(self._source)):
+            token = self._source[position]
             if self._place is not None:
-                self._compare(self._tokens[position])
-            self._advance(position)
-            self._known = position + 1
+                self._compare(self._place, token)
+            self._advance(token)
+        self._known = len(self._source)
 
     def guess(self, most: int) -> list[int]:
         """At most `most` tokens. Where a match reaches the end, what it repeats is repeated."""
         if self._place is None or most < 1:
             return []
-        found = self._tokens[self._place : self._place + most]
-        period = len(found)
-        while len(found) < most:
+        found = self._text.tokens[self._place : self._place + most]
+        period = len(found) if self._text is self._own else 0
+        while period and len(found) < most:
             found.append(found[-period])
         return found
 
@@ -66,54 +112,34 @@ class PromptLookup:
         """For each of `count` guesses, that it and all before it are right."""
         chance = 1.0
         for length in range(self._length, self._length + count):
-            kind = _kind(length)
-            chance *= self._right[kind] / self._compared[kind]
+            chance *= self._acceptance.share(_kind(length))
             yield chance
 
-    def _compare(self, token: int) -> None:
-        assert self._place is not None
-        kind, right = _kind(self._length), self._tokens[self._place] == token
-        self._right[kind] = MEMORY * self._right[kind] + right
-        self._compared[kind] = MEMORY * self._compared[kind] + 1.0
-        self._place = self._place + 1 if right else None
+    def _compare(self, place: int, token: int) -> None:
+        right = self._text.tokens[place] == token
+        self._acceptance.note(_kind(self._length), right=right)
+        self._place = place + 1 if right and not self._ends(self._text, place + 1) else None
         self._length += 1
 
-    def _advance(self, position: int) -> None:
-        """Adds the runs that end with the token at `position`, and looks for them before."""
-        place = None
-        for size in (LONG, SHORT):
-            if position + 1 >= size:
-                key = _key(self._tokens[position + 1 - size : position + 1])
-                before = self._index.get(key)
-                self._index[key] = position + 1
-                if place is None and before is not None:
-                    place, length = before, size
-        if self._place is None and place is not None:
-            self._place, self._length = place, length
+    def _advance(self, token: int) -> None:
+        """Looks for the runs that end with `token`, and adds them."""
+        runs = last_runs(self._own.tokens, token)
+        if self._place is None:
+            self._search(runs)
+        self._own.append(token, runs)
 
+    def _search(self, runs: list[tuple[int, int]]) -> None:
+        for size, key in runs:
+            # What others said is worth a guess only after a long run.
+            for text in (self._own, *(self._past if size == LONG else ())):
+                place = text.find(key)
+                if place is not None and not self._ends(text, place):
+                    self._text, self._place, self._length = text, place, size
+                    return
 
-def _indexed(tokens: list[int]) -> dict[int, int]:
-    """The place behind each run but those that end with the last token."""
-    start = max(0, len(tokens) - MOST_INDEXED)
-    ids = np.asarray(tokens[start:-1], dtype=np.int64)
-    index: dict[int, int] = {}
-    for size in (SHORT, LONG):
-        keys = np.zeros(max(0, len(ids) - size + 1), dtype=np.int64)
-        for offset in range(size):
-            keys = keys * _FACTOR + ids[offset : offset + len(keys)]
-        index.update(
-            zip((keys * LONG + size).tolist(), range(start + size, len(tokens)), strict=True)
-        )
-    return index
-
-
-def _key(run: list[int]) -> int:
-    """As in `_indexed`, whose 64 bits wrap."""
-    key = 0
-    for token in run:
-        key = key * _FACTOR + token
-    key = key * LONG + len(run) & (1 << 64) - 1
-    return key - (1 << 64) if key >> 63 else key
+    def _ends(self, text: TokenIndex, place: int) -> bool:
+        """Whether nothing is known to follow. What is in the sequence itself always goes on."""
+        return text is not self._own and place == len(text.tokens)
 
 
 def _kind(length: int) -> int:

@@ -18,10 +18,16 @@ from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, sav
 from baton.core.config import Config
 from baton.core.errors import InvalidConfig, InvalidGrammar
 from baton.core.types import AttemptKey, Sampling, Structure, Work
-from baton.decode_worker.speculation import Speculation, offered
+from baton.decode_worker.speculation import Speculation
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
-from baton.engine.prompt_lookup import PromptLookup
+from baton.engine.prompt_lookup import (
+    MOST_KEPT,
+    MOST_TENANTS,
+    Acceptance,
+    PastAnswers,
+    PromptLookup,
+)
 from baton.engine.sequence import Sequence
 from baton.router.prompts.output_grammar import grammar_of
 from baton.worker.backend import Backend
@@ -220,7 +226,7 @@ def test_guesses_end_before_a_stop_token_and_the_last_token() -> None:
     pool = PagePool(100, 4)
     answers = {100: [20, 21, 22, 23, 24], 3: [20, 21], 1: []}
     for most, expected in answers.items():
-        assert [offered(each) for each in repeating(pool, 1, most)] == [expected]
+        assert [Speculation()._offered(each) for each in repeating(pool, 1, most)] == [expected]
 
 
 def test_guesses_keep_to_their_rows_and_pages() -> None:
@@ -283,4 +289,46 @@ def test_an_index_grown_token_by_token_is_that_of_a_whole_prompt() -> None:
     for token in tokens[1:]:
         grown_tokens.append(token)
         grown.follow()
-    assert grown._index == PromptLookup(tokens)._index
+    whole = PromptLookup(tokens)
+    assert grown._own.tokens == whole._own.tokens == tokens
+    assert grown._own._places == whole._own._places
+
+
+def test_a_tenants_past_answers_are_guessed_and_nobody_elses() -> None:
+    pool, speculation = PagePool(100, 4), Speculation()
+    answer = [1, 2, 3, 4, *range(60, 70)]
+    for tenant, prompt in (("a", [1, 2, 3, 4]), ("a", [9, 2, 3, 4]), ("b", [1, 2, 3, 4])):
+        work = Work(KEY, prompt, Sampling(), 30, frozenset(), cache_salt=tenant)
+        sequence = Sequence(work, pool.acquire(1))
+        guesses = speculation._offered(sequence)
+        sequence.append(*answer)
+        speculation.keep(sequence)
+        assert guesses == []
+    for tenant, expected in (("a", answer), ("b", answer), ("c", [])):
+        work = Work(KEY, [7, 7, 1, 2, 3, 4], Sampling(), 30, frozenset(), cache_salt=tenant)
+        guesses = speculation._offered(Sequence(work, pool.acquire(1)))
+        assert guesses == expected[4:], tenant
+
+
+def test_past_answers_are_bounded() -> None:
+    past = PastAnswers()
+    draw = random.Random(0)
+    for number in range(100):
+        tokens = [draw.randrange(1000) for _ in range(draw.choice((10, 3000, 9000)))]
+        past.add(str(number % 40), tokens)
+        assert past.of(str(number % 40))[0].tokens[-10:] == tokens[-10:]
+    kept = [past.of(str(tenant)) for tenant in range(40)]
+    assert sum(map(bool, kept)) == MOST_TENANTS
+    assert all(len(each) <= 2 for each in kept)
+    assert all(len(text.tokens) <= MOST_KEPT for each in kept for text in each)
+
+
+def test_what_earlier_sequences_guessed_wrong_is_not_tried_again() -> None:
+    seen = Acceptance()
+    tokens = [1, 2, 3, 1, 2]
+    lookup = PromptLookup(tokens, [], seen)
+    before = next(PromptLookup([1, 2, 3, 1, 2], [], seen).chances(1))
+    for token in (4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2):
+        tokens.append(token)
+        lookup.follow()
+    assert next(PromptLookup([1, 2, 3, 1, 2], [], seen).chances(1)) < before / 2
