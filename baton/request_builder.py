@@ -46,6 +46,7 @@ class GenerateOptions(TypedDict, total=False):
     json_schema: str | Mapping[str, object] | None
     regex: str | None
     grammar: str | None  # Lark
+    prediction: str | None  # of the answer, which comes faster as far as this is right
     tools: Sequence[Tool] | None  # for a chat; Answer.tool_calls has the calls
     tool_choice: str | None  # "auto", "none", "required", or the name of the one to call
     cache_salt: str | None  # requests share cached pages only under the same salt

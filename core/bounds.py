@@ -33,6 +33,9 @@ MAX_BANNED = 16_384
 MAX_NGRAM = 64
 """The longest n-gram that may be kept from coming twice: each step looks for it in all tokens."""
 
+MAX_PREDICTION = 128 * 2**10
+"""Characters of an answer that the caller predicts."""
+
 MAX_TOP_LOGPROBS = 20
 """Alternatives returned with each token."""
 

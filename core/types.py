@@ -148,6 +148,8 @@ class Work:
     grammar: str = ""
     # The same as logprobs, for the prompt's tokens from its second on.
     prompt_logprobs: int | None = None
+    # The answer as the caller predicts it: guesses that steps check (speculation).
+    prediction: Sequence[int] = ()
     # Keys of the prompt's full pages (core/page_keys.py) in a router. Not sent to workers.
     page_keys: Sequence[bytes] = ()
 
@@ -251,6 +253,8 @@ class Request:
     prompt_logprobs: int | None = None
     # What every answer must match; None: anything.
     structure: Structure | None = None
+    # The answer as the caller predicts it: faster as far as it is right (speculation).
+    prediction: str = ""
     # Whether a text gets the model's special tokens, and whether answers show theirs.
     add_special_tokens: bool = True
     skip_special_tokens: bool = True

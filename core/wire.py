@@ -39,6 +39,7 @@ def work_to(work: Work) -> pb.Work:
         logprobs=work.logprobs,
         grammar=work.grammar,
         prompt_logprobs=work.prompt_logprobs,
+        prediction=work.prediction,
     )
 
 
@@ -54,6 +55,7 @@ def work_from(message: pb.Work) -> Work:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         grammar=message.grammar,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        prediction=tuple(message.prediction),
     )
 
 

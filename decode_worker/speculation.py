@@ -71,8 +71,10 @@ class Speculation:
         """The next tokens as far as they are guessed, and may come: none behind the last that
         max_tokens allows, and none from a stop token on."""
         if sequence.lookup is None:
-            past = self._past.of(sequence.work.cache_salt)
-            sequence.lookup = PromptLookup(sequence.tokens, past, self._acceptance)
+            work, past = sequence.work, self._past.of(sequence.work.cache_salt)
+            sequence.lookup = PromptLookup(
+                sequence.tokens, sequence.prompt_length, work.prediction, past, self._acceptance
+            )
         sequence.lookup.follow()
         left = sequence.work.max_tokens - sequence.generated - 1
         guesses = sequence.lookup.guess(min(left, MOST_GUESSES))

@@ -1,5 +1,5 @@
 """Guesses the next tokens of a sequence: what followed the same tokens before, in its prompt or
-its answer, or in earlier answers to the same tenant.
+its answer, in earlier answers to the same tenant, or in the answer as the caller predicts it.
 
 A match that goes on is followed token by token, so it grows without a search. Each token that
 comes is compared with the one guessed for it, whether or not that was run. So the chance of a
@@ -9,7 +9,7 @@ guess is known without trying, by the length of its match.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from baton.engine.token_index import LONG, TokenIndex, last_runs
 
@@ -71,22 +71,29 @@ class PastAnswers:
 
 
 class PromptLookup:
-    """Of one sequence; `tokens` is its own list, which grows. `past` are other texts."""
+    """Of one sequence; `tokens` is its own list, which grows, and whose answer begins at `answer`.
+    `past` are other texts."""
 
     def __init__(
         self,
         tokens: list[int],
+        answer: int,
+        prediction: Iterable[int] = (),
         past: list[TokenIndex] | None = None,
         seen: Acceptance | None = None,
     ) -> None:
         self._source = tokens
-        self._own = TokenIndex(tokens[-MOST_INDEXED:-1])
+        predicted = list(prediction)
+        self._own = TokenIndex(predicted + tokens[max(0, answer - MOST_INDEXED) : answer - 1])
         self._past = past or []
         self._acceptance = Acceptance(seen or Acceptance())
         self._text = self._own  # the one that matches
         self._place: int | None = None  # in it, of the token guessed to come next
         self._length = 0  # of the match before it
-        self._known = max(0, len(tokens) - 1)
+        self._advance(tokens[answer - 1])
+        if predicted:
+            self._text, self._place, self._length = self._own, 0, LONG
+        self._known = answer
         self.follow()
 
     def follow(self) -> None:

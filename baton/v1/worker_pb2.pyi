@@ -739,6 +739,7 @@ class Work(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, unique among the router's live requests."""
     epoch: _builtins.int
@@ -773,6 +774,12 @@ class Work(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the answer: the model's own and the caller's."""
 
+    @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The answer as the caller predicts it. A decode worker that speculates guesses
+        from it.
+        """
+
     def __init__(
         self,
         *,
@@ -787,10 +794,11 @@ class Work(_message.Message):
         logprobs: _builtins.int | None = ...,
         grammar: _builtins.str = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        prediction: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prediction", b"prediction", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

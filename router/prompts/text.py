@@ -40,6 +40,7 @@ SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 class TokenizedPrompt:
     tokens: list[int]
     page_keys: list[bytes]  # empty where no worker has a prefix cache
+    prediction: list[int]  # of the answer
     thinking: bool  # the prompt ends within the model's reasoning
     template_seconds: float
     tokenize_seconds: float
@@ -107,10 +108,18 @@ class Text:
         return TokenizedPrompt(
             tokens,
             keys,
+            self._prediction(request.prediction),
             thinking=chat is not None and self.answers.opens_reasoning(text),
             template_seconds=rendered - began,
             tokenize_seconds=time.monotonic() - rendered,
         )
+
+    def _prediction(self, text: str) -> list[int]:
+        """Half a character in it is merely a wrong guess."""
+        if not text or self._tokenizer is None:
+            return []
+        whole = text.encode(errors="replace").decode()
+        return self._tokenizer.encode(whole, add_special_tokens=False).ids
 
     def _request_tokens(self, request: Request, rendered: str, most_tokens: int) -> list[int]:
         kept = request.truncate_prompt_tokens

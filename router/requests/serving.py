@@ -217,6 +217,7 @@ class Serving:
             logprobs=request.logprobs,
             grammar=grammar,
             prompt_logprobs=request.prompt_logprobs,
+            prediction=prompt.prediction,
             # Cached pages are useless where every token of the prompt is scored.
             page_keys=prompt.page_keys if request.prompt_logprobs is None else (),
         )

@@ -49,6 +49,7 @@ def test_every_option_reaches_the_router(client: Client, router: ScriptedRouter)
         request_id="mine",
         n=2,
         cache_salt="ours",
+        prediction="hello again",
         timeout=30,
     )
     assert router.requests == [
@@ -72,6 +73,7 @@ def test_every_option_reaches_the_router(client: Client, router: ScriptedRouter)
             request_id="mine",
             n=2,
             cache_salt="ours",
+            prediction="hello again",
         )
     ]
 

@@ -30,7 +30,7 @@ def test_an_unknown_reason_is_our_fault() -> None:
 
 def test_work_survives_the_wire() -> None:
     sampling = Sampling(0.5, 3, 0.25, 0.125, 1.5, -0.5, 0.75, 2**64 - 1)
-    work = Work(AttemptKey("r", 7), [5, 0, 9], sampling, 11, frozenset({2, 1}))
+    work = Work(AttemptKey("r", 7), [5, 0, 9], sampling, 11, frozenset({2, 1}), prediction=(3, 4))
     assert wire.work_from(wire.work_to(work)) == work
 
 

@@ -115,6 +115,12 @@ OTHER: list[tuple[Json, dict[str, Any]]] = [
     ({"structured_outputs": {}}, {}),
     ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
     ({"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": -1}),
+    ({"prediction": {"type": "content", "content": "a\nb"}}, {"prediction": "a\nb"}),
+    (
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}] * 2}},
+        {"prediction": "a\na"},
+    ),
+    ({"prediction": None}, {}),
 ]
 
 
@@ -197,6 +203,22 @@ def test_a_wrong_field_is_refused_by_name(
     assert type(refused.value) is error
     assert refused.value.field == field
     assert field in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("prediction", "field"),
+    [
+        ("a", "prediction"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": "a" * (2**17 + 1)}, "prediction.content"),
+        ({"type": "tokens", "content": "a"}, "prediction"),  # as every unknown type
+    ],
+)
+def test_a_wrong_prediction_is_refused_by_name(prediction: Json | str, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(prediction=prediction)
+    assert refused.value.field == field
 
 
 # Schemas know nothing of what is no JSON, or of two fields together.

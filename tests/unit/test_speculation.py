@@ -251,12 +251,16 @@ def test_guesses_end_where_a_row_costs_what_it_brings() -> None:
     assert len(sequence.guesses) > 2
 
 
+def lookup_of(tokens: list[int], seen: Acceptance | None = None) -> PromptLookup:
+    return PromptLookup(tokens, len(tokens), seen=seen)
+
+
 def test_what_repeats_is_guessed_and_pays() -> None:
     text = list(range(10, 40))
-    lookup = PromptLookup([*text, 1, 2, 3])
+    lookup = lookup_of([*text, 1, 2, 3])
     assert lookup.guess(4) == []
     tokens = [*text, 1, 2, 3, *text[:4]]
-    lookup = PromptLookup(tokens)
+    lookup = lookup_of(tokens)
     assert lookup.guess(3) == text[4:7]
     chances = []
     for token in text[4:20]:
@@ -269,7 +273,7 @@ def test_what_repeats_is_guessed_and_pays() -> None:
 
 def test_a_wrong_guess_lowers_the_chance_of_the_next() -> None:
     tokens = [1, 2, 3, 1, 2]
-    lookup = PromptLookup(tokens)
+    lookup = lookup_of(tokens)
     before = next(lookup.chances(1))
     for token in (4, 1, 2, 5, 1, 2):
         tokens.append(token)
@@ -278,18 +282,18 @@ def test_a_wrong_guess_lowers_the_chance_of_the_next() -> None:
 
 
 def test_a_match_that_reaches_the_end_goes_round() -> None:
-    assert PromptLookup([7, 8, 9, 7, 8, 9, 7, 8]).guess(7) == [9, 7, 8, 9, 7, 8, 9]
+    assert lookup_of([7, 8, 9, 7, 8, 9, 7, 8]).guess(7) == [9, 7, 8, 9, 7, 8, 9]
 
 
 def test_an_index_grown_token_by_token_is_that_of_a_whole_prompt() -> None:
     draw = random.Random(0)
     tokens = [draw.randrange(6) for _ in range(300)]
     grown_tokens = tokens[:1]
-    grown = PromptLookup(grown_tokens)
+    grown = lookup_of(grown_tokens)
     for token in tokens[1:]:
         grown_tokens.append(token)
         grown.follow()
-    whole = PromptLookup(tokens)
+    whole = lookup_of(tokens)
     assert grown._own.tokens == whole._own.tokens == tokens
     assert grown._own._places == whole._own._places
 
@@ -310,6 +314,18 @@ def test_a_tenants_past_answers_are_guessed_and_nobody_elses() -> None:
         assert guesses == expected[4:], tenant
 
 
+def test_a_prediction_is_guessed_from_its_start_and_found_again_after_a_change() -> None:
+    prediction = list(range(100, 130))
+    tokens = [1, 2, 3]
+    lookup = PromptLookup(tokens, len(tokens), prediction)
+    assert lookup.guess(4) == prediction[:4]
+    tokens += [*prediction[:10], 7, *prediction[11:13]]
+    lookup.follow()
+    assert lookup.guess(20) == [*prediction[13:], 1, 2, 3]
+    resumed = PromptLookup(tokens, 3, prediction)
+    assert resumed.guess(5) == prediction[13:18]
+
+
 def test_past_answers_are_bounded() -> None:
     past = PastAnswers()
     draw = random.Random(0)
@@ -326,9 +342,9 @@ def test_past_answers_are_bounded() -> None:
 def test_what_earlier_sequences_guessed_wrong_is_not_tried_again() -> None:
     seen = Acceptance()
     tokens = [1, 2, 3, 1, 2]
-    lookup = PromptLookup(tokens, [], seen)
-    before = next(PromptLookup([1, 2, 3, 1, 2], [], seen).chances(1))
+    lookup = lookup_of(tokens, seen)
+    before = next(lookup_of([1, 2, 3, 1, 2], seen).chances(1))
     for token in (4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2):
         tokens.append(token)
         lookup.follow()
-    assert next(PromptLookup([1, 2, 3, 1, 2], [], seen).chances(1)) < before / 2
+    assert next(lookup_of([1, 2, 3, 1, 2], seen).chances(1)) < before / 2

@@ -314,3 +314,12 @@ def test_a_text_that_is_too_long_is_cut_where_wanted(text: Text) -> None:
         text.prepare(request, 10, None)
     cut = dataclasses.replace(request, truncate_prompt_tokens=-1)
     assert text.prepare(cut, 10, None).tokens == text.encode("word " * 5000)[-8:]
+
+
+def test_a_prediction_is_tokenized_without_special_tokens_and_never_refused(text: Text) -> None:
+    request = Request("id", (5,), Sampling(), 2, prediction="a word")
+    expected = text.encode("a word", add_special_tokens=False)
+    assert text.prepare(request, 10, None).prediction == expected
+    halved = dataclasses.replace(request, prediction="a word\ud800")
+    assert text.prepare(halved, 10, None).prediction[: len(expected)] == expected
+    assert text.prepare(dataclasses.replace(request, prediction=""), 10, None).prediction == []

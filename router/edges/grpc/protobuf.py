@@ -35,6 +35,7 @@ def parse_request(
     """What the message leaves unset is as in `defaults`."""
     _check_size("request_id", message.request_id, bounds.MAX_REQUEST_ID, "characters")
     _check_size("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT, "characters")
+    _check_size("prediction", message.prediction, bounds.MAX_PREDICTION, "characters")
     if message.HasField("max_tokens") and message.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if message.HasField("n") and not 1 <= message.n <= bounds.MAX_ANSWERS:
@@ -54,6 +55,7 @@ def parse_request(
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         structure=_parse_structure(message),
+        prediction=message.prediction,
         cache_salt=message.cache_salt,
     )
 

@@ -70,8 +70,28 @@ Content = Annotated[
     | Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")],
     Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
 # Chat templates know no developer, which is what OpenAI's newer models call the system.
 TEMPLATE_ROLES = {"developer": "system"}
+
+
+class Prediction(StrictModel):
+    type: Literal["content"]
+    content: Content
+
+    def text(self) -> str:
+        text = _joined(self.content)
+        if len(text) > bounds.MAX_PREDICTION:
+            raise InvalidRequest(
+                f"prediction.content must have at most {bounds.MAX_PREDICTION} characters",
+                field="prediction.content",
+            )
+        return text
 
 
 class ChatMessage(StrictModel):
@@ -92,7 +112,7 @@ class ChatMessage(StrictModel):
         if content is None and not self.tool_calls:
             raise _invalid(place, "content", "must be a string, not null")
         if isinstance(content, list):
-            content = "\n".join(part["text"] for part in content)
+            content = _joined(content)
             if len(content) > MAX_PROMPT_CHARACTERS:
                 raise _invalid(
                     place, "content", f"must have at most {MAX_PROMPT_CHARACTERS} characters"
@@ -272,6 +292,9 @@ class ChatRequest(ChatFields, ChoicesRequest):
     messages: Messages
     logprobs: bool = about("Return each token's log probability.", False)
     top_logprobs: TopLogprobs | None = about("Alternatives returned with each; needs logprobs.")
+    prediction: Prediction | None = about(
+        "The answer as you predict it. With speculation it comes faster as far as this is right."
+    )
 
     unserved: ClassVar[dict[str, Unserved]] = {
         **ChoicesRequest.unserved,
@@ -296,7 +319,11 @@ class ChatRequest(ChatFields, ChoicesRequest):
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         prompt = self.chat_prompt(self.messages)
-        return (self._first(request_id, salt, defaults, prompt, logprobs=logprobs),)
+        predicted = self.prediction.text() if self.prediction else ""
+        first = self._first(
+            request_id, salt, defaults, prompt, logprobs=logprobs, prediction=predicted
+        )
+        return (first,)
 
 
 class TokenizeRequest(ChatFields):
