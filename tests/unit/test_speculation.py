@@ -136,6 +136,23 @@ def test_cached_pages_hold_only_tokens_that_were_drawn(tmp_path: Path) -> None:
     assert engine.pool.cache.found - found >= (len(second.prompt_tokens) - 4) // 2
 
 
+def test_a_prediction_changes_no_answer_and_is_accepted_as_far_as_it_is_right(
+    tmp_path: Path,
+) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine = Engine.load(tmp_path, kv_memory=4 << 20)
+    (work,) = works([WARM])
+    plain = Loop(engine).answer([work])
+    accepted = []
+    for right in (0, ANSWER // 2, ANSWER):
+        wrong = [(token + 1) % VOCABULARY for token in plain[0].tokens[right:]]
+        prediction = [*plain[0].tokens[:right], *wrong]
+        loop = Loop(engine, Speculation())
+        assert loop.answer([replace(work, prediction=prediction)]) == plain
+        accepted.append(loop.accepted)
+    assert accepted[0] < accepted[1] < accepted[2]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_with_a_grammar_are_as_without(seed: int, tmp_path: Path) -> None:
     save_text_model(tmp_path)
