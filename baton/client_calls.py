@@ -295,6 +295,14 @@ class ClientCalls(Generic[StreamType]):
         return await self._call(self._admin.Trends, cluster_pb2.TrendsRequest(), timeout)
 
     @shared
+    async def clear_responses(
+        self, tenant: str | None = None, *, timeout: Timeout = CALL_SECONDS
+    ) -> int:
+        """Deletes the cached responses of an API key (by name), or all. Returns how many."""
+        request = cluster_pb2.ClearResponsesRequest(tenant=tenant)
+        return (await self._call(self._admin.ClearResponses, request, timeout)).responses
+
+    @shared
     async def drain(
         self, worker_id: str, *, restart: bool = False, timeout: Timeout = CALL_SECONDS
     ) -> None:

@@ -58,6 +58,8 @@ class Usage:
     # Guessed by the server (speculation), of all answers: right, and wrong.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    response_cache: str = ""  # "exact" for answers from the response cache
+    response_age: float = 0.0  # their seconds since they were computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,8 @@ class AnswerBuilder:
                 usage.fetched_tokens,
                 sum(each.usage.accepted_prediction_tokens for each in self._finished.values()),
                 sum(each.usage.rejected_prediction_tokens for each in self._finished.values()),
+                usage.response_cache.kind,
+                usage.response_cache.age_seconds,
             ),
             request_id=started.request_id,
             model=started.model,

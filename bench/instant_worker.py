@@ -191,7 +191,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
             protocol=PROTOCOL,
             model=self._model,
             context_length=CONTEXT_LENGTH,
-            pool=PoolAddress(agent=self._name, layout=PoolLayout(page_size=16)),
+            pool=PoolAddress(agent=self._name, layout=PoolLayout(model="instant", page_size=16)),
             total_pages=1_000_000,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from baton.cli.ask import chat, generate
+from baton.cli.cache_commands import cache
 from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
 from baton.cli.fleet_commands import drain, leave, plan, restart, role, scale, stop
@@ -33,3 +34,4 @@ for command in (
     app.command()(command)
 app.add_typer(model, name="model")
 app.add_typer(keys, name="keys")
+app.add_typer(cache, name="cache")

@@ -40,6 +40,7 @@ _PHASES = {
     timing_pb2.PHASE_KIND_PARSE: ("parse", "cyan"),
     timing_pb2.PHASE_KIND_TEMPLATE: ("template", "cyan"),
     timing_pb2.PHASE_KIND_TOKENIZE: ("tokenize", "cyan"),
+    timing_pb2.PHASE_KIND_RESPONSE_CACHE: ("response cache", "magenta"),
     timing_pb2.PHASE_KIND_QUEUE: ("queue at the router", "yellow"),
     timing_pb2.PHASE_KIND_FETCH: ("fetch cached pages", "magenta"),
     timing_pb2.PHASE_KIND_PREFILL_WAIT: ("wait for prefill", "yellow"),
@@ -215,6 +216,9 @@ def request_table(requests: Sequence[timing_pb2.RequestTiming]) -> Table:
 
 
 def _workers(answer: timing_pb2.AnswerTiming) -> str:
+    if answer.HasField("response_cache"):
+        cache = answer.response_cache
+        return f"response cache ({cache.kind}, {duration(cache.age_seconds)} old)"
     return " → ".join(filter(None, (answer.prefill_worker, answer.decode_worker)))
 
 

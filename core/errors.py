@@ -22,6 +22,7 @@
     ├── Unavailable              no worker is available now
     │   ├── WorkerLost
     │   └── LayoutMismatch
+    ├── NotCached                only a cached answer was wanted, and there is none
     ├── DeadlineExceeded         a timeout
     ├── Cancelled                the caller disconnected
     └── Internal                 a bug
@@ -125,6 +126,9 @@ class WorkerLost(Unavailable): ...
 
 
 class LayoutMismatch(Unavailable, grpc_code="FAILED_PRECONDITION", http_status=503): ...
+
+
+class NotCached(BatonError, grpc_code="NOT_FOUND", http_status=504): ...
 
 
 class DeadlineExceeded(BatonError, grpc_code="DEADLINE_EXCEEDED", http_status=504): ...

@@ -24,6 +24,9 @@ TRANSFER_EXPOSED_SECONDS = "baton_transfer_exposed_seconds"
 CACHED_TOKENS = "baton_cached_prompt_tokens_total"
 PLACEMENTS = "baton_placements_total"
 TTFT_FORECAST_RATIO = "baton_first_token_forecast_ratio"
+RESPONSE_LOOKUPS = "baton_response_cache_lookups_total"
+RESPONSE_STORES = "baton_response_cache_stores_total"
+RESPONSE_BYTES = "baton_response_cache_bytes"
 
 # Per worker, measured at the worker; routers repeat the reported gauges.
 PAGES = "baton_pages"
@@ -68,6 +71,9 @@ HELP = {
     " on the decode worker (so not transferred)",
     PLACEMENTS: "Attempts by placement policy and reason",
     TTFT_FORECAST_RATIO: "Predicted by actual time from placement to the first token",
+    RESPONSE_LOOKUPS: "Requests looked up in the response cache, by result: hit, miss, failed",
+    RESPONSE_STORES: "Responses for the response cache, by result: stored, failed",
+    RESPONSE_BYTES: "Bytes of responses in this router's memory",
     PAGES: "Pages of the K/V pool by state: free, leased, quarantined, cached (which are free too)",
     WAITING: "Requests that wait in a worker for pages or compute",
     RUNNING: "Requests in a worker's current batch",

@@ -235,6 +235,22 @@ class Structure:
     source: str
 
 
+class Caching(enum.Enum):
+    """How a request may use the response cache. The values are those of Cache-Control."""
+
+    ALLOWED = ""
+    NEVER = "no-store"
+    RENEW = "no-cache"  # computed, and kept
+    ONLY = "only-if-cached"  # not computed
+
+    @classmethod
+    def parse(cls, header: str) -> Caching:
+        """The strictest of a Cache-Control header; what else it says is ignored."""
+        given = {part.strip().lower() for part in header.split(",")} if header else ()
+        strict = (cls.NEVER, cls.RENEW, cls.ONLY)
+        return next((each for each in strict if each.value in given), cls.ALLOWED)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A validated request, before its prompt is turned into tokens."""
@@ -262,5 +278,10 @@ class Request:
     truncate_prompt_tokens: int | None = None
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
+    # The API key's name; empty where no key is required.
+    tenant: str = ""
+    # Whether the caller chose the sampling's seed.
+    seeded: bool = False
+    caching: Caching = Caching.ALLOWED
     # The caller's deadline, on time.monotonic()'s clock.
     deadline: float = math.inf

@@ -5,6 +5,7 @@ The rooms, in the order in which a request passes them:
     edges      gRPC and HTTP: authenticate, parse, write answers at the client's pace
     requests   serve one request: wait queue, attempts, retries
     prompts    chat template, tokenizer, output grammar
+    response_cache  answers that were given before
     placement  choose workers: snapshot, policy, scorer, cost model
     workers    a link per worker, membership, health, the controller
     answers    tokens to text: detokenizer, stop strings, reasoning, tool calls
@@ -13,7 +14,7 @@ The rooms, in the order in which a request passes them:
 The files that a gRPC request passes, in order:
 
     edges/grpc/servicers.py, edges/auth.py, edges/grpc/protobuf.py
-    requests/serving.py, prompts/text.py
+    requests/serving.py, prompts/text.py, requests/answering.py, response_cache/
     requests/dispatch.py, requests/admission.py, placement/placer.py, placement/policy.py
     requests/attempt.py, workers/link.py
 

@@ -36,6 +36,7 @@ from baton.router.observe.spans import Spans
 from baton.router.placement.placer import Placer
 from baton.router.prompts.text import Text
 from baton.router.requests.serving import Serving
+from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.controller_client import ControllerClient
 from baton.router.workers.membership import Membership
 from baton.rpc import listen
@@ -75,7 +76,10 @@ class RouterServer:
         self._health = health.aio.HealthServicer()
         self._membership = Membership(self._router_id, model, self._config)
         placer = Placer(self._membership, router)
-        self._serving = Serving(text, self._membership, placer, router, self._metrics)
+        self._responses = CachedResponses.open(self._config.cache, self._metrics)
+        self._serving = Serving(
+            text, self._membership, placer, router, self._metrics, self._responses
+        )
         self._membership.listen(self._report_health)
         self._metrics.watch(self._membership.links)
         self._spans: Spans | None = None
@@ -113,6 +117,8 @@ class RouterServer:
         calls.append(asyncio.to_thread(self._metrics_server.shutdown))
         await asyncio.gather(*calls)
         await self._membership.stop()
+        if self._responses:
+            await self._responses.close()
         if self._spans:
             await asyncio.to_thread(self._spans.close)
 

@@ -411,6 +411,11 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.TrendsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.TrendsResponse.FromString,
                 _registered_method=True)
+        self.ClearResponses = channel.unary_unary(
+                '/baton.v1.Admin/ClearResponses',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -489,6 +494,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearResponses(self, request, context):
+        """Deletes answers from the response cache: the shared one, or this router's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -541,6 +553,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Trends,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.TrendsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.TrendsResponse.SerializeToString,
+            ),
+            'ClearResponses': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearResponses,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -813,6 +830,33 @@ class Admin(object):
             '/baton.v1.Admin/Trends',
             baton_dot_v1_dot_cluster__pb2.TrendsRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.TrendsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearResponses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ClearResponses',
+            baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -168,6 +168,8 @@ class AdminStub:
     """What limits the cluster, and what to change."""
     Trends: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TrendsRequest, _cluster_pb2.TrendsResponse]
     """The last minutes, in steps of a few seconds."""
+    ClearResponses: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClearResponsesRequest, _cluster_pb2.ClearResponsesResponse]
+    """Deletes answers from the response cache: the shared one, or this router's."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -198,6 +200,8 @@ class AdminAsyncStub(AdminStub):
     """What limits the cluster, and what to change."""
     Trends: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TrendsRequest, _cluster_pb2.TrendsResponse]  # type: ignore[assignment]
     """The last minutes, in steps of a few seconds."""
+    ClearResponses: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClearResponsesRequest, _cluster_pb2.ClearResponsesResponse]  # type: ignore[assignment]
+    """Deletes answers from the response cache: the shared one, or this router's."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -285,5 +289,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.TrendsResponse, _abc.Awaitable[_cluster_pb2.TrendsResponse]]:
         """The last minutes, in steps of a few seconds."""
+
+    @_abc_1.abstractmethod
+    def ClearResponses(
+        self,
+        request: _cluster_pb2.ClearResponsesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ClearResponsesResponse, _abc.Awaitable[_cluster_pb2.ClearResponsesResponse]]:
+        """Deletes answers from the response cache: the shared one, or this router's."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -10,6 +10,7 @@ names the offending field where there is one. Where trying again later may
 help, a google.rpc.RetryInfo says when.
 """
 
+from baton.v1 import timing_pb2 as _timing_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -932,6 +933,7 @@ class Usage(_message.Message):
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    RESPONSE_CACHE_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     completion_tokens: _builtins.int
@@ -944,6 +946,12 @@ class Usage(_message.Message):
     """Of the tokens generated, those that were guessed (speculation)."""
     rejected_prediction_tokens: _builtins.int
     """Tokens that were guessed, checked and wrong; not part of the answer."""
+    @_builtins.property
+    def response_cache(self) -> _timing_pb2.ResponseCache:
+        """Set when the answer came from the response cache: the counts are those of
+        the request that computed it.
+        """
+
     def __init__(
         self,
         *,
@@ -953,10 +961,11 @@ class Usage(_message.Message):
         fetched_tokens: _builtins.int = ...,
         accepted_prediction_tokens: _builtins.int = ...,
         rejected_prediction_tokens: _builtins.int = ...,
+        response_cache: _timing_pb2.ResponseCache | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response_cache", b"response_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "response_cache", b"response_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,6 +65,9 @@ class InferenceServicer(object):
         alternate as they come. An error of one is the call's error and ends the
         others. Cancelling the call stops the work on every worker. The trailer
         says where the time went; see timing.proto.
+        "cache-control" in the metadata may be "no-store" (the answer is neither
+        taken from the response cache nor kept there), "no-cache" (it is computed
+        and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

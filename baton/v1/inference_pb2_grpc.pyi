@@ -44,6 +44,9 @@ class InferenceStub:
     alternate as they come. An error of one is the call's error and ends the
     others. Cancelling the call stops the work on every worker. The trailer
     says where the time went; see timing.proto.
+    "cache-control" in the metadata may be "no-store" (the answer is neither
+    taken from the response cache nor kept there), "no-cache" (it is computed
+    and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models this cluster serves."""
@@ -61,6 +64,9 @@ class InferenceAsyncStub(InferenceStub):
     alternate as they come. An error of one is the call's error and ends the
     others. Cancelling the call stops the work on every worker. The trailer
     says where the time went; see timing.proto.
+    "cache-control" in the metadata may be "no-store" (the answer is neither
+    taken from the response cache nor kept there), "no-cache" (it is computed
+    and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models this cluster serves."""
@@ -81,6 +87,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         alternate as they come. An error of one is the call's error and ends the
         others. Cancelling the call stops the work on every worker. The trailer
         says where the time went; see timing.proto.
+        "cache-control" in the metadata may be "no-store" (the answer is neither
+        taken from the response cache nor kept there), "no-cache" (it is computed
+        and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
         """
 
     @_abc_1.abstractmethod

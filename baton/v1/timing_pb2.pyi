@@ -67,6 +67,8 @@ class _PhaseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseKind.V
     """Messages between router and workers, and everything not measured."""
     PHASE_KIND_FETCH: _PhaseKind.ValueType  # 16
     """Prefill fetched cached pages from another worker."""
+    PHASE_KIND_RESPONSE_CACHE: _PhaseKind.ValueType  # 17
+    """The answer was found in the response cache."""
 
 class PhaseKind(_PhaseKind, metaclass=_PhaseKindEnumTypeWrapper):
     """What a request was doing, or waiting for."""
@@ -105,7 +107,35 @@ PHASE_KIND_NETWORK: PhaseKind.ValueType  # 15
 """Messages between router and workers, and everything not measured."""
 PHASE_KIND_FETCH: PhaseKind.ValueType  # 16
 """Prefill fetched cached pages from another worker."""
+PHASE_KIND_RESPONSE_CACHE: PhaseKind.ValueType  # 17
+"""The answer was found in the response cache."""
 Global___PhaseKind: _TypeAlias = PhaseKind  # noqa: Y015
+
+@_typing.final
+class ResponseCache(_message.Message):
+    """Says that an answer came from the response cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """How the request was found: "exact"."""
+    age_seconds: _builtins.float
+    """Since the answer was computed."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        age_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResponseCache: _TypeAlias = ResponseCache  # noqa: Y015
 
 @_typing.final
 class Phase(_message.Message):
@@ -190,6 +220,7 @@ class AnswerTiming(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    RESPONSE_CACHE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The answer, from 0."""
     prefill_worker: _builtins.str
@@ -230,6 +261,10 @@ class AnswerTiming(_message.Message):
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
         """How the prompt was computed, at most 32 parts."""
 
+    @_builtins.property
+    def response_cache(self) -> Global___ResponseCache:
+        """Set when the answer was not computed."""
+
     def __init__(
         self,
         *,
@@ -250,10 +285,11 @@ class AnswerTiming(_message.Message):
         chunks: _abc.Iterable[Global___Chunk] | None = ...,
         accepted_tokens: _builtins.int = ...,
         rejected_tokens: _builtins.int = ...,
+        response_cache: Global___ResponseCache | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response_cache", b"response_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "completion_tokens", b"completion_tokens", "decode_worker", b"decode_worker", "end_to_end_seconds", b"end_to_end_seconds", "index", b"index", "longest_gap_seconds", b"longest_gap_seconds", "phases", b"phases", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason_code", b"reason_code", "rejected_tokens", b"rejected_tokens", "transferred_bytes", b"transferred_bytes", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "completion_tokens", b"completion_tokens", "decode_worker", b"decode_worker", "end_to_end_seconds", b"end_to_end_seconds", "index", b"index", "longest_gap_seconds", b"longest_gap_seconds", "phases", b"phases", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason_code", b"reason_code", "rejected_tokens", b"rejected_tokens", "response_cache", b"response_cache", "transferred_bytes", b"transferred_bytes", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

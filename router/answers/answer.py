@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import ChatPrompt, FinishReason, Logprobs, Request, Work
@@ -33,9 +34,16 @@ from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import TokenTimes
 from baton.router.placement.placement import Placement
 from baton.router.prompts.text import Text
-from baton.router.requests.attempt import Tokens
+from baton.router.requests.attempt import Tokens, merged
 from baton.rpc import redact
 from baton.v1 import inference_pb2 as pb
+
+
+class CachedAnswer(NamedTuple):
+    """What an answer is made of again."""
+
+    tokens: Tokens
+    call_ids: Sequence[str]  # of its tool calls, which are random
 
 
 class StopStrings:
@@ -129,8 +137,11 @@ class Answer:
         ledger: AnswerLedger,
         times: TokenTimes,
         on_first_token: Callable[[AnswerLedger], None],
+        cached: CachedAnswer | None = None,
+        record: bool = False,
     ) -> None:
-        """`thinking` when the prompt ends within the reasoning."""
+        """`thinking` when the prompt ends within the reasoning; `cached` is the answer itself,
+        where it is replayed; `record` makes `recorded` possible."""
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         self.ledger = ledger
         self._model = text
@@ -140,12 +151,18 @@ class Answer:
         self._emit = emit
         self._times = times
         self._on_first_token = on_first_token
-        self._splitter = splitter_for(text.answers, chat, thinking=thinking)
+        self._cached_answer = cached
+        known = iter(cached.call_ids if cached else ())
+        make_id = text.answers.tools.new_id
+        self._splitter = splitter_for(
+            text.answers, chat, thinking=thinking, new_id=lambda: next(known, "") or make_id()
+        )
         markers = not isinstance(self._splitter, ContentSplitter)
         detokenizer = text.detokenizer(markers=markers, skip_special=request.skip_special_tokens)
         kind = NoText if request.max_tokens == 0 else AnswerText
         self._text = kind(detokenizer, request.stop)
-        self._called = False  # a tool
+        self._call_ids: list[str] = []  # of called tools
+        self._recorded: list[Tokens] | None = [] if record else None
         self._placements: list[pb.Placement] = []
         self._cached: tuple[int, int] | None = None  # of the first attempt with tokens
 
@@ -154,19 +171,37 @@ class Answer:
         self.ledger.place(placement)
         self._placements.append(_public(placement))
         if len(self._placements) == 1:
-            started = pb.Started(
-                request_id=self._request.request_id,
-                prompt_tokens=len(self._work.prompt_tokens),
-                prefill_worker=placement.prefill,
-                decode_worker=placement.decode,
-                seed=self._request.sampling.seed,
-                n=self._request.n,
-            )
-            self._emit(started)
+            self._start(placement.prefill, placement.decode)
+
+    def replay(self) -> None:
+        """Emits a cached answer, whole."""
+        assert self._cached_answer is not None
+        self._start()
+        if self.push(self._cached_answer.tokens):
+            # A router of another version found a stop string in it that is none here.
+            self._text.finish = FinishReason.STOP
+
+    def recorded(self) -> CachedAnswer:
+        """The complete answer, to be replayed."""
+        assert self._recorded is not None
+        return CachedAnswer(merged(self._recorded), self._call_ids)
+
+    def _start(self, prefill_worker: str = "", decode_worker: str = "") -> None:
+        started = pb.Started(
+            request_id=self._request.request_id,
+            prompt_tokens=len(self._work.prompt_tokens),
+            prefill_worker=prefill_worker,
+            decode_worker=decode_worker,
+            seed=self._request.sampling.seed,
+            n=self._request.n,
+        )
+        self._emit(started)
 
     def push(self, tokens: Tokens) -> bool:
         """Emits what the tokens add. Returns whether more are wanted."""
         ids, count = tokens.token_ids, self._text.count
+        if self._recorded is not None:
+            self._recorded.append(tokens)
         self._measure(len(ids))
         text = self._text.push(ids, tokens.finish)
         over = self._text.finish is not None
@@ -177,12 +212,13 @@ class Answer:
         if over:
             self._splitter.flush(delta)
         if delta.tool_calls:
-            self._called = True
+            self._call_ids += [call.id for call in delta.tool_calls if call.id]
         if tokens.logprobs:
             delta.logprobs = self._scored(delta.token_ids, tokens.logprobs[:count])
         if self._cached is None:
             self._cached = tokens.cached_tokens, tokens.fetched_tokens
             delta.prompt_logprobs = self._scored_prompt(tokens)
+            delta.replayed = self._cached_answer is not None
         if tokens.guessed:
             self.ledger.note_guesses(tokens.guessed, min(tokens.accepted, count))
         self._emit(delta)
@@ -192,7 +228,7 @@ class Answer:
         """The event that ends the answer."""
         text = self._text
         assert text.finish is not None
-        called = self._called and text.finish is FinishReason.STOP
+        called = bool(self._call_ids) and text.finish is FinishReason.STOP
         cached, fetched = self._cached or (0, 0)
         return pb.Finished(
             finish_reason=finish_to(FinishReason.TOOL_CALLS if called else text.finish),
@@ -203,6 +239,7 @@ class Answer:
                 fetched_tokens=fetched,
                 accepted_prediction_tokens=self.ledger.accepted_tokens,
                 rejected_prediction_tokens=self.ledger.rejected_tokens,
+                response_cache=self.ledger.response_cache,
             ),
             stop=text.stops.hit,
             placements=self._placements,
@@ -244,11 +281,14 @@ class Answer:
         )
 
 
-def splitter_for(form: AnswerFormat, chat: ChatPrompt | None, *, thinking: bool) -> Splitter:
+def splitter_for(
+    form: AnswerFormat, chat: ChatPrompt | None, *, thinking: bool, new_id: Callable[[], str]
+) -> Splitter:
     """The splitter of one answer; without a chat, all text is content."""
     splitter: Splitter = ContentSplitter()
     if chat and chat.tools:
-        splitter = ToolCallSplitter(form.tools, {tool.name for tool in chat.callable_tools})
+        names = {tool.name for tool in chat.callable_tools}
+        splitter = ToolCallSplitter(form.tools, names, new_id)
     if chat and form.reasoning:
         splitter = ReasoningSplitter(thinking=thinking, content=splitter)
     return splitter

@@ -49,6 +49,8 @@ class AnswerDelta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     # With an answer's first delta: one per token of the prompt, where requested.
     prompt_logprobs: tuple[ScoredToken, ...] = ()
+    # All of an answer from the response cache: no client can be too slow for it.
+    replayed: bool = False
 
     def add(self, later: AnswerDelta) -> None:
         """Appends what the same answer has emitted next."""

@@ -10,7 +10,7 @@ they need more text.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any, Protocol
 
 from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
@@ -118,8 +118,12 @@ class ToolCallSplitter:
     malformed call can still become content.
     """
 
-    def __init__(self, form: ToolFormat, tools: Collection[str]) -> None:
+    def __init__(
+        self, form: ToolFormat, tools: Collection[str], new_id: Callable[[], str] | None = None
+    ) -> None:
+        """`new_id` makes the id of the next call; by default, as the format has them."""
         self._form = form
+        self._new_id = new_id or form.new_id
         self._tools = tools
         self._delta = AnswerDelta("", [])  # of the text that was pushed last
         self._held = ""  # not scanned yet
@@ -297,7 +301,7 @@ class ToolCallSplitter:
                 return raw, character
 
     def _emit_name(self, name: str, arguments: str = "") -> None:
-        self._delta.tool_calls += (ToolCallDelta(self._calls, self._form.new_id(), name),)
+        self._delta.tool_calls += (ToolCallDelta(self._calls, self._new_id(), name),)
         self._calls += 1
         self._named = True
         self._emit_arguments(arguments)

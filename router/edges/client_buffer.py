@@ -22,7 +22,7 @@ class ClientBuffer:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._events: deque[AnswerEvent] = deque()
-        self._tokens = 0  # in `_events`
+        self._tokens = 0  # in `_events`, without those of answers from the response cache
         self._closed = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -38,7 +38,7 @@ class ClientBuffer:
         """Raises SlowReader when more tokens than the limit would wait."""
         if self._drained and self.write_now(event):
             return
-        if isinstance(event, AnswerDelta):
+        if isinstance(event, AnswerDelta) and not event.replayed:
             self._merge(event)
         else:
             self._events.append(event)
@@ -74,7 +74,7 @@ class ClientBuffer:
             await self._waiter
         if self._events:
             event = self._events.popleft()
-            if isinstance(event, AnswerDelta):
+            if isinstance(event, AnswerDelta) and not event.replayed:
                 self._tokens -= len(event.token_ids)
             return event
         if self._error is not None:

@@ -23,6 +23,7 @@ from baton.v1 import timing_pb2
 from baton.v1 import worker_pb2 as pb
 
 KEPT_REQUESTS = 1000
+CACHE_HEADER = "x-baton-cache"
 MAX_TRACEPARENT = 64
 
 
@@ -62,6 +63,7 @@ class AnswerLedger:
     admit_seconds: float = 0.0
     first_decode_seconds: float = 0.0
 
+    response_cache: timing_pb2.ResponseCache | None = None  # where the answer came from it
     placement: Placement | None = None
     attempts: int = 0
     prompt_tokens: int = 0
@@ -96,6 +98,11 @@ class AnswerLedger:
             self.placed = time.monotonic()
             self.placement = placement
             self.reserve_seconds = 0.0
+
+    def replay(self, cache: timing_pb2.ResponseCache) -> None:
+        """The answer was found in the response cache, possibly after its placement."""
+        self.response_cache = cache
+        self.placement, self.placed, self.attempts = None, 0.0, 0
 
     def lose(self) -> None:
         """An attempt has failed, and another may begin."""
@@ -202,6 +209,14 @@ class RequestLedger:
     def name(self) -> tuple[str, str]:
         """Request ids are unique for one owner only."""
         return self.owner, self.request_id
+
+    @property
+    def cache_header(self) -> str:
+        """Where all answers came from the response cache; else empty."""
+        found = [each.response_cache for each in self.answers if each.response_cache]
+        if len(found) < len(self.answers):
+            return ""
+        return f"{found[0].kind}; age={max(each.age_seconds for each in found):.0f}"
 
     def end(self) -> None:
         """The last byte has been written. The first call counts."""

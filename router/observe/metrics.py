@@ -59,6 +59,11 @@ class RouterMetrics:
             self.requests.labels(outcome=reason)
         for reason in (Exhausted.reason, PoisonRequest.reason, Unavailable.reason):
             self.requests.labels(outcome=reason)
+        self.response_lookups = self._counter(names.RESPONSE_LOOKUPS, ["result"])
+        self.response_stores = self._counter(names.RESPONSE_STORES, ["result"])
+        self.response_bytes = Gauge(
+            names.RESPONSE_BYTES, names.HELP[names.RESPONSE_BYTES], registry=self.registry
+        )
 
     def watch(self, links: Iterable[WorkerLink]) -> None:
         """Adds the workers' gauges, so that one scrape shows the cluster."""

@@ -122,6 +122,7 @@ def answer_timing(ledger: AnswerLedger, index: int, *, phases: bool = True) -> p
         end_to_end_seconds=end - ledger.arrived,
         longest_gap_seconds=ledger.longest_gap,
         transferred_bytes=ledger.bytes,
+        response_cache=ledger.response_cache,
     )
     if placement := ledger.placement:
         timing.prefill_worker, timing.decode_worker = placement.prefill, placement.decode
@@ -163,6 +164,9 @@ def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float, prefill: str)
         Part(pb.PHASE_KIND_TEMPLATE, ledger.template_seconds),
         Part(pb.PHASE_KIND_TOKENIZE, ledger.tokenize_seconds),
     )
+    if ledger.response_cache:
+        line.cut(ledger.first or end, pb.PHASE_KIND_RESPONSE_CACHE)
+        return
     lost = Part(pb.PHASE_KIND_RETRY, ledger.lost_before)
     line.cut(ledger.placed or end, pb.PHASE_KIND_QUEUE, lost)
     line.cut(

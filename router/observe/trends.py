@@ -244,6 +244,10 @@ class Demand:
         """A request has arrived, admitted or not."""
         self._counts.arrivals += answers
 
+    def replayed(self, answers: int) -> None:
+        """They came from the response cache, and were no work for workers."""
+        self._counts.arrivals = max(0, self._counts.arrivals - answers)
+
     def prefilled(self, ledger: AnswerLedger, costs: Costs) -> None:
         """A prompt has been prefilled: its first token is here. Its cost for a prefill worker is
         estimated; 0 for a local prefill."""

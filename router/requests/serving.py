@@ -2,9 +2,6 @@
 
 Between edge and dispatcher: the prompt becomes tokens (router/prompts/text.py), the tokens of each
 answer become text (router/answers/answer.py), and times are measured (router/observe/ledger.py).
-Tokens are pushed: what a worker's message adds to an answer is emitted to the edge before the next
-answer's turn. The `n` answers to a request share its prompt's tokens; each is dispatched and
-retried by itself, with a seed of its own, and the first error ends them all.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -24,13 +21,21 @@ from baton.core.errors import (
     Internal,
     InvalidGrammar,
     InvalidRequest,
+    NotServed,
     PromptTooLong,
     TokenOutOfRange,
     Unavailable,
 )
-from baton.core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Sampling, Work
-from baton.router.answers.answer import Answer
-from baton.router.answers.answer_events import AnswerEvent, Emit
+from baton.core.types import (
+    AttemptKey,
+    ChatPrompt,
+    FinishReason,
+    Prompt,
+    Request,
+    Sampling,
+    Work,
+)
+from baton.router.answers.answer_events import Emit
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Demand, Trends
@@ -38,9 +43,10 @@ from baton.router.placement.placer import Placer
 from baton.router.prompts.output_grammar import after_reasoning, either, grammar_of
 from baton.router.prompts.text import Text, TokenizedPrompt
 from baton.router.requests.admission import Admission
+from baton.router.requests.answering import Answering, AnswerTask
 from baton.router.requests.dispatch import Dispatcher
+from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.membership import Membership
-from baton.v1 import inference_pb2 as pb
 
 GRAMMAR_SECONDS = 5.0
 """How long the check of a structure may take. Most take a millisecond."""
@@ -56,12 +62,14 @@ class Serving:
         placer: Placer,
         config: RouterConfig,
         metrics: RouterMetrics,
+        responses: CachedResponses | None = None,
     ) -> None:
         self.text = text
         self._membership = membership
         self.placer = placer
         self._config = config
         self._metrics = metrics
+        self._responses = responses
         self.admission = Admission(membership, placer, config, metrics)
         self.dispatcher = Dispatcher(membership, placer, self.admission, config, metrics)
         self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
@@ -74,6 +82,9 @@ class Serving:
         self.trends = Trends(metrics.tokens)
         self.demand = Demand()
         self.draining = False  # no new requests are accepted
+        self._answering = Answering(
+            text, membership, self.dispatcher, metrics, self.trends, self.demand, responses
+        )
 
     async def generate(
         self, request: Request, ledger: RequestLedger, emit: Emit, place: int = 0
@@ -148,56 +159,14 @@ class Serving:
         self._check_tokens(request, prompt.tokens, context)
         grammar = await self._grammar(request, thinking=prompt.thinking)
         work = self._work(request, prompt, context, grammar)
-        if request.n > 1:
-            emit = _started_once(emit)
-        return await gather_all(
-            [
-                self._answer(
-                    request, _work_of(work, index), first + index, entry, emit, prompt.thinking
-                )
-                for index, entry in enumerate(entries)
-            ]
-        )
+        task = AnswerTask(request, work, first, entries, thinking=prompt.thinking)
+        return await self._answering.run(task, emit)
 
-    async def _answer(
-        self,
-        request: Request,
-        work: Work,
-        index: int,
-        ledger: AnswerLedger,
-        emit: Emit,
-        thinking: bool,
-    ) -> FinishReason:
-        answer = Answer(
-            self.text,
-            request,
-            work,
-            index,
-            emit,
-            thinking=thinking,
-            ledger=ledger,
-            times=self._metrics.tokens,
-            on_first_token=self._note_first_token,
-        )
-        await self.dispatcher.run(work, request.deadline, answer)
-        self._note_answer(ledger)
-        finished = answer.finished()
-        self.placer.costs.note_answer(finished.usage.completion_tokens)
-        emit(finished)
-        return FinishReason(finished.finish_reason)
-
-    def _note_first_token(self, ledger: AnswerLedger) -> None:
-        self._metrics.ttft.observe(ledger.first - ledger.arrived)
-        self.trends.first_token(ledger)
-        self.demand.prefilled(ledger, self.placer.costs.costs)
-
-    def _note_answer(self, ledger: AnswerLedger) -> None:
-        """Only complete answers count."""
-        self._metrics.e2e.observe(ledger.last - ledger.arrived)
-        if ledger.tokens > 1:
-            self._metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))
-        self.trends.answer(ledger)
-        self.demand.answer(ledger, self.placer.pages_held)
+    async def clear_responses(self, tenant: str | None) -> int:
+        """Deletes a tenant's cached responses, or all. Returns how many."""
+        if self._responses is None:
+            raise NotServed("this router has no response cache: cache.responses is off")
+        return await self._responses.clear(tenant)
 
     def _work(self, request: Request, prompt: TokenizedPrompt, context: int, grammar: str) -> Work:
         room = context - len(prompt.tokens)
@@ -266,19 +235,6 @@ class Serving:
             self.idle.set()
 
 
-def _started_once(emit: Emit) -> Emit:
-    """Emits Started for the first answer that is placed, and for no other."""
-    started = False
-
-    def emit_once(event: AnswerEvent) -> None:
-        nonlocal started
-        if not (started and isinstance(event, pb.Started)):
-            emit(event)
-        started = True
-
-    return emit_once
-
-
 def _without_end_words(sampling: Sampling, eos_token_ids: frozenset[int]) -> Sampling:
     """An end token is no bad word, as in transformers."""
     ends = {(token,) for token in eos_token_ids}
@@ -286,23 +242,3 @@ def _without_end_words(sampling: Sampling, eos_token_ids: frozenset[int]) -> Sam
         return sampling
     kept = tuple(word for word in sampling.bad_words_ids if word not in ends)
     return dataclasses.replace(sampling, bad_words_ids=kept)
-
-
-def _work_of(work: Work, index: int) -> Work:
-    """The work of one answer, with a key and a seed of its own."""
-    key = AttemptKey(f"{work.key.request_id}#{index}", work.key.epoch)
-    return dataclasses.replace(work, key=key, sampling=work.sampling.for_answer(index))
-
-
-async def gather_all(works: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
-    """The results in order. An error of one, or cancelling this, cancels all of them and waits for
-    their ends."""
-    if len(works) == 1:
-        return [await works[0]]
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -136,6 +136,13 @@ class Membership:
                 return PageNaming(link.welcome.cache_root, link.welcome.pool.layout.page_size)
         return None
 
+    @property
+    def model_digest(self) -> bytes:
+        """Of the workers' model and its dtype; empty where they have none, or not the same."""
+        layouts = [link.welcome.pool.layout for link in self.links if link.welcome]
+        models = {f"{layout.model} {layout.dtype}" for layout in layouts if layout.model}
+        return models.pop().encode() if len(models) == 1 else b""
+
     def context_length(self) -> int:
         """The most tokens that every pair can hold; 0 when no worker is attached."""
         return min((link.welcome.context_length for link in self.links if link.welcome), default=0)

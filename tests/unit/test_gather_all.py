@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.core.errors import Exhausted
-from baton.router.requests.serving import gather_all
+from baton.router.requests.answering import gather_all
 
 
 class Work:

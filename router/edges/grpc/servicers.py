@@ -19,13 +19,13 @@ from baton.core.errors import (
     InvalidRequest,
     PermissionDenied,
 )
-from baton.core.types import MAX_MESSAGE_BYTES, Request
+from baton.core.types import MAX_MESSAGE_BYTES, Caching, Request
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.grpc.protobuf import parse_prompt, parse_request, response
 from baton.router.observe import time_breakdown
-from baton.router.observe.ledger import RequestLedger
+from baton.router.observe.ledger import CACHE_HEADER, RequestLedger
 from baton.router.observe.overview import RouterOverview
 from baton.router.workers.controller_client import ControllerClient
 from baton.rpc import Context, abort, to_status, unary
@@ -71,6 +71,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             request = dataclasses.replace(
                 request,
                 cache_salt=caller.salt(request.cache_salt),
+                tenant=caller.key.name,
+                caching=Caching.parse(_metadata(context, "cache-control")),
                 deadline=math.inf if left is None else arrived + left,
             )
             ledger = RequestLedger(
@@ -83,9 +85,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             with caller.admit(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)
                 ledger.end()
-                context.set_trailing_metadata(
-                    ((time_breakdown.KEY, time_breakdown.trailer(ledger)),)
-                )
+                timing = (time_breakdown.KEY, time_breakdown.trailer(ledger))
+                cache = ((CACHE_HEADER, ledger.cache_header),) if ledger.cache_header else ()
+                context.set_trailing_metadata((timing, *cache))
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
 
@@ -127,6 +129,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         self, context: EdgeContext, overview: RouterOverview, controller: ControllerClient
     ) -> None:
         self._overview = overview
+        self._serving = context.serving
         self._membership = context.membership
         self._controller = controller
         self._keys = context.keys
@@ -180,6 +183,14 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     @unary
     async def Trends(self, message: cluster_pb2.TrendsRequest) -> cluster_pb2.TrendsResponse:
         return self._overview.trends()
+
+    @unary
+    async def ClearResponses(
+        self, message: cluster_pb2.ClearResponsesRequest
+    ) -> cluster_pb2.ClearResponsesResponse:
+        tenant = message.tenant if message.HasField("tenant") else None
+        deleted = await self._serving.clear_responses(tenant)
+        return cluster_pb2.ClearResponsesResponse(responses=deleted)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):

@@ -13,8 +13,10 @@ from typing import ClassVar, Generic, TypeVar
 from baton.core.types import Request
 from baton.router.answers.answer_events import AnswerEvent
 from baton.router.edges.client_buffer import ClientBuffer
+from baton.router.edges.http.answer_types import ResponseCacheUsage
 from baton.router.edges.http.generation_request import GenerationRequest
 from baton.v1 import inference_pb2 as pb
+from baton.v1 import timing_pb2
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -38,6 +40,7 @@ class AnswerRenderer(Generic[Body]):
         # Over all answers; each prompt counts once.
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.accepted_tokens = self.rejected_tokens = 0  # of those that were guessed
+        self._replayed: list[timing_pb2.ResponseCache] = []
         self._body = body
         self._echoes = echoes
         self._n = requests[0].n
@@ -73,6 +76,16 @@ class AnswerRenderer(Generic[Body]):
             self.rejected_tokens += event.usage.rejected_prediction_tokens
             if event.index % self._n == 0:
                 self.cached_tokens += event.usage.cached_tokens
+            if event.usage.HasField("response_cache"):
+                self._replayed.append(event.usage.response_cache)
+
+    @property
+    def response_cache(self) -> ResponseCacheUsage | None:
+        """The oldest, where all answers came from the response cache."""
+        if len(self._replayed) < self.answers:
+            return None
+        oldest = max(self._replayed, key=lambda each: each.age_seconds)
+        return {"kind": oldest.kind, "age_seconds": round(oldest.age_seconds, 3)}
 
 
 def encode(content: object) -> bytes:

@@ -106,12 +106,20 @@ class PredictedTokens(TypedDict):
     rejected_prediction_tokens: int
 
 
+class ResponseCacheUsage(TypedDict):
+    """Of answers that came from the response cache."""
+
+    kind: str
+    age_seconds: float
+
+
 class TokenUsage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: NotRequired[PredictedTokens]
+    response_cache: NotRequired[ResponseCacheUsage]
 
 
 class AnswerHead(TypedDict):

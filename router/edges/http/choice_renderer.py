@@ -149,6 +149,8 @@ class ChoiceRenderer(AnswerRenderer[Body]):
                 "accepted_prediction_tokens": self.accepted_tokens,
                 "rejected_prediction_tokens": self.rejected_tokens,
             }
+        if cache := self.response_cache:
+            usage["response_cache"] = cache
         return usage
 
     def _event(self, choices: Sequence[object], usage: TokenUsage | None = None) -> bytes:

@@ -18,7 +18,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
 from pydantic_core import from_json
@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.proto_json import Json
-from baton.core.types import Request
+from baton.core.types import Caching, Request
 from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.edges.auth import Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
@@ -42,8 +42,8 @@ from baton.router.edges.http.generation_request import MAX_NAME
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.request_model import shown
-from baton.router.observe.ledger import RequestLedger
-from baton.router.requests.serving import gather_all
+from baton.router.observe.ledger import CACHE_HEADER, RequestLedger
+from baton.router.requests.answering import gather_all
 from baton.v1 import inference_pb2 as pb
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -212,6 +212,9 @@ class GenerationEndpoint(Generic[Body]):
             body, requests = await parse_body(
                 http, self._context, lambda body: self._parse(body, request_id, caller)
             )
+            caching = Caching.parse(http.headers.get("cache-control", ""))
+            tenant = caller.key.name
+            requests = tuple(replace(each, tenant=tenant, caching=caching) for each in requests)
             answers = sum(request.n for request in requests)
             ledger = RequestLedger(
                 request_id,
@@ -310,6 +313,8 @@ class _Call:
 
     async def _start(self, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         named = (*headers, (b"x-request-id", self.ledger.request_id.encode()))
+        if cached := self.ledger.cache_header:
+            named = (*named, (CACHE_HEADER.encode(), cached.encode()))
         await self.send({"type": "http.response.start", "status": 200, "headers": named})
 
     async def _write(self, event: AnswerEvent) -> None:

@@ -149,6 +149,7 @@ class GenerationRequest(RequestModel):
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             cache_salt=salt(self.cache_salt),
+            seeded=self.seed is not None,
             structure=structure,
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,

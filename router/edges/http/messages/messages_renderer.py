@@ -13,6 +13,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from baton.router.edges.http.answer_renderer import encode
+from baton.router.edges.http.answer_types import ResponseCacheUsage
 from baton.router.edges.http.block_renderer import Block, BlockKind, BlockRenderer, server_event
 from baton.router.edges.http.messages.messages_request import MessagesRequest
 from baton.v1 import inference_pb2 as pb
@@ -47,6 +48,7 @@ class MessageUsage(TypedDict):
     output_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    response_cache: NotRequired[ResponseCacheUsage]
 
 
 class MessageAnswer(TypedDict):
@@ -127,12 +129,15 @@ class MessagesRenderer(BlockRenderer[MessagesRequest]):
 
     def _usage(self) -> MessageUsage:
         """Cached tokens are known at the end."""
-        return {
+        usage: MessageUsage = {
             "input_tokens": self.prompt_tokens - self.cached_tokens,
             "output_tokens": self.completion_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self.cached_tokens,
         }
+        if cache := self.response_cache:
+            usage["response_cache"] = cache
+        return usage
 
 
 class _Stop(TypedDict):

@@ -58,6 +58,7 @@ function outcomeClass(outcome) {
 }
 
 function workers(answer) {
+  if (answer.response_cache) return "response cache";
   return [answer.prefill_worker, answer.decode_worker].filter(Boolean).join(" → ") || "–";
 }
 

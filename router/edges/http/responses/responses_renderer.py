@@ -19,6 +19,7 @@ from baton.core.proto_json import Json
 from baton.core.types import ChatPrompt, Message, Request, ToolCall
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.answer_renderer import encode
+from baton.router.edges.http.answer_types import ResponseCacheUsage
 from baton.router.edges.http.block_renderer import Block, BlockKind, BlockRenderer, server_event
 from baton.router.edges.http.responses.response_store import ResponseStore, StoredResponse
 from baton.router.edges.http.responses.responses_request import ResponsesRequest, TextFormat
@@ -60,6 +61,7 @@ class ResponseUsage(TypedDict):
     output_tokens: int
     output_tokens_details: dict[str, int]
     total_tokens: int
+    response_cache: NotRequired[ResponseCacheUsage]
 
 
 class ResponseErrorObject(TypedDict):
@@ -317,13 +319,16 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         }
 
     def _usage(self) -> ResponseUsage:
-        return {
+        usage: ResponseUsage = {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if cache := self.response_cache:
+            usage["response_cache"] = cache
+        return usage
 
 
 def _echo(field: BaseModel) -> Json:

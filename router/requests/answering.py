@@ -1,0 +1,206 @@
+"""Answers a request that has become tokens: from the response cache, or by the workers.
+
+Tokens are pushed: what a worker's message adds to an answer is emitted to the edge before the next
+answer's turn. The `n` answers to a request share its prompt's tokens; each is dispatched and
+retried by itself, with a seed of its own, and the first error ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Coroutine, Sequence
+from typing import TypeVar
+
+from baton.core.errors import NotCached
+from baton.core.types import AttemptKey, Caching, FinishReason, Request, Work
+from baton.router.answers.answer import Answer, CachedAnswer
+from baton.router.answers.answer_events import AnswerEvent, Emit
+from baton.router.observe.ledger import AnswerLedger
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.trends import Demand, TokenTimes, Trends
+from baton.router.prompts.text import Text
+from baton.router.requests.dispatch import Dispatcher
+from baton.router.response_cache.cache_store import ResponseKey
+from baton.router.response_cache.cached_responses import (
+    CachedResponses,
+    FoundResponse,
+    found_or_computed,
+    response_key,
+)
+from baton.router.workers.membership import Membership
+from baton.v1 import inference_pb2 as pb
+
+INLINE_TOKENS = 4096
+"""Longer prompts are hashed in a thread."""
+
+Result = TypeVar("Result")
+
+_Computed = tuple[FinishReason, CachedAnswer | None]
+"""Why an answer ended, and what it is made of where that is recorded."""
+
+
+class AnswerTask:
+    """A request that is ready to be answered, and the work of each of its answers."""
+
+    def __init__(
+        self,
+        request: Request,
+        work: Work,
+        first: int,
+        entries: Sequence[AnswerLedger],
+        *,
+        thinking: bool,
+    ) -> None:
+        """`first` is the number of its first answer among those of its call."""
+        self.request = request
+        self.work = work
+        self.works = [_work_of(work, index) for index in range(len(entries))]
+        self.first = first
+        self.entries = entries
+        self.thinking = thinking
+
+
+@dataclasses.dataclass(slots=True)
+class Answering:
+    text: Text
+    membership: Membership
+    dispatcher: Dispatcher
+    metrics: RouterMetrics
+    trends: Trends
+    demand: Demand
+    responses: CachedResponses | None
+
+    async def run(self, task: AnswerTask, emit: Emit) -> list[FinishReason]:
+        """Replays a cached response, or computes the answers. Returns why each ended."""
+        if task.request.n > 1:
+            emit = _started_once(emit)
+        cache, caching = self.responses, task.request.caching
+        key = await self._response_key(task) if cache else None
+        if cache is None or key is None:
+            if caching is Caching.ONLY:
+                raise NotCached("the answer is not cached")
+            return [reason for reason, _ in await self._compute(task, emit)]
+        if caching is Caching.ONLY:
+            found: FoundResponse | list[_Computed] | None = await cache.find(key)
+        elif caching is Caching.RENEW:
+            found = await self._compute(task, emit, record=True)
+        else:
+            compute = functools.partial(self._compute, task, record=True)
+            found = await found_or_computed(cache.find(key), compute, emit, cache.head_start)
+        if found is None:
+            raise NotCached("the answer is not cached")
+        if isinstance(found, FoundResponse):
+            return self._replay(task, found, emit)
+        cache.keep(key, [recorded for _, recorded in found if recorded])
+        return [reason for reason, _ in found]
+
+    async def _response_key(self, task: AnswerTask) -> ResponseKey | None:
+        """In a thread where the prompt is long."""
+        model = self.membership.model_digest
+        if len(task.work.prompt_tokens) > INLINE_TOKENS:
+            return await asyncio.to_thread(response_key, task.request, task.work, model)
+        return response_key(task.request, task.work, model)
+
+    def _replay(self, task: AnswerTask, found: FoundResponse, emit: Emit) -> list[FinishReason]:
+        for entry in task.entries:
+            entry.replay(found.cache)
+        self.demand.replayed(len(task.entries))
+        reasons = []
+        for index, cached in enumerate(found.answers):
+            answer = self._make_answer(task, index, emit, cached=cached)
+            answer.replay()
+            finished = answer.finished()
+            emit(finished)
+            reasons.append(FinishReason(finished.finish_reason))
+        return reasons
+
+    async def _compute(
+        self, task: AnswerTask, emit: Emit, *, record: bool = False
+    ) -> list[_Computed]:
+        answers = len(task.entries)
+        return await gather_all(
+            [self._answer(task, index, emit, record=record) for index in range(answers)]
+        )
+
+    async def _answer(self, task: AnswerTask, index: int, emit: Emit, *, record: bool) -> _Computed:
+        answer = self._make_answer(task, index, emit, record=record)
+        work = task.works[index]
+        await self.dispatcher.run(work, task.request.deadline, answer)
+        self._note_answer(answer.ledger)
+        finished = answer.finished()
+        self.dispatcher.placer.costs.note_answer(finished.usage.completion_tokens)
+        emit(finished)
+        recorded = answer.recorded() if record else None
+        return FinishReason(finished.finish_reason), recorded
+
+    def _make_answer(
+        self,
+        task: AnswerTask,
+        index: int,
+        emit: Emit,
+        *,
+        cached: CachedAnswer | None = None,
+        record: bool = False,
+    ) -> Answer:
+        return Answer(
+            self.text,
+            task.request,
+            task.works[index],
+            task.first + index,
+            emit,
+            thinking=task.thinking,
+            ledger=task.entries[index],
+            # Replayed tokens are in no metric: they would hide how long computing takes.
+            times=TokenTimes() if cached else self.metrics.tokens,
+            on_first_token=(lambda ledger: None) if cached else self._note_first_token,
+            cached=cached,
+            record=record,
+        )
+
+    def _note_first_token(self, ledger: AnswerLedger) -> None:
+        self.metrics.ttft.observe(ledger.first - ledger.arrived)
+        self.trends.first_token(ledger)
+        self.demand.prefilled(ledger, self.dispatcher.placer.costs.costs)
+
+    def _note_answer(self, ledger: AnswerLedger) -> None:
+        """Only complete answers count."""
+        self.metrics.e2e.observe(ledger.last - ledger.arrived)
+        if ledger.tokens > 1:
+            self.metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))
+        self.trends.answer(ledger)
+        self.demand.answer(ledger, self.dispatcher.placer.pages_held)
+
+
+def _started_once(emit: Emit) -> Emit:
+    """Emits Started for the first answer that is placed, and for no other."""
+    started = False
+
+    def emit_once(event: AnswerEvent) -> None:
+        nonlocal started
+        if not (started and isinstance(event, pb.Started)):
+            emit(event)
+        started = True
+
+    return emit_once
+
+
+def _work_of(work: Work, index: int) -> Work:
+    """The work of one answer, with a key and a seed of its own."""
+    key = AttemptKey(f"{work.key.request_id}#{index}", work.key.epoch)
+    return dataclasses.replace(work, key=key, sampling=work.sampling.for_answer(index))
+
+
+async def gather_all(works: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
+    """The results in order. An error of one, or cancelling this, cancels all of them and waits for
+    their ends."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
