@@ -5,220 +5,62 @@
                        │         └─drained, to restart─┐
                        └─────────┴─error─▶ failed ─────┴▶ the process ends ─Ray─▶ constructor
 
-A server runs on its own event loop, in a thread that the constructor starts. Ray restarts a dead
-actor by calling its constructor again; the new process reports its new address to the controller.
+The constructor starts a thread (cluster/server_threads.py). Ray restarts a dead actor by calling
+its constructor again; the new process reports its new address to the controller.
+
+An actor has no coroutines: of a class with any, Ray runs all methods on one event loop, where
+`stop` would hold up `hurry`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import logging
-import os
-import threading
-import time
-from typing import TYPE_CHECKING
-
 import ray
-import uvloop
 
-from baton.cluster.fleet import CONTROLLER, DRAINED, DRAINING, Member
+from baton.cluster.fleet import Member
 from baton.cluster.preflight import describe_wait, gpus_of, within_share
-from baton.cluster.ray_session import complete, find_actor, load_fleet
+from baton.cluster.ray_session import find_actor
+from baton.cluster.server_threads import RouterThread, ServerThread, WorkerThread
 from baton.core import config as configs
 from baton.core.config import Config
-from baton.core.errors import BatonError
-from baton.core.process import StartTimes, StopSignal, settle_memory
 from baton.core.types import Role
-from baton.worker.resources import claim_threads
-
-if TYPE_CHECKING:
-    from baton.router.server import RouterServer
-    from baton.worker.worker_server import WorkerServer
-
-log = logging.getLogger(__name__)
-
-STOP_SECONDS = 10.0
-"""Beyond the time that requests have to finish."""
-
-REPORT_SECONDS = 1.0
-
-RETRY_SECONDS = 1.0
-"""Before a process ends that Ray restarts: time to report, and no hurry to fail again."""
 
 CONCURRENCY = 2
 """Concurrent calls to one actor: `hurry` comes while `stop` runs."""
 
 
 class _ServerActor:
-    """Runs `_serve` on its own event loop; the process ends if that fails."""
-
-    def __init__(self, tree: dict[str, object], member: Member) -> None:
-        self._config = configs.parse(tree)
-        self._member = dataclasses.replace(member, pid=os.getpid())
-        # By name: a handle among the arguments may be stale after a restart.
-        self._controller = ray.get_actor(CONTROLLER)
-        self._loop = uvloop.new_event_loop()
-        self._stopping = StopSignal()
-        self._serving = False
-        logging.basicConfig(level=self._config.log_level.upper())
-        self._thread = threading.Thread(target=self._run, name=member.worker_id, daemon=True)
-        self._thread.start()
+    def __init__(self, thread: ServerThread) -> None:
+        self._thread = thread
 
     def stop(self) -> None:
-        """Finishes requests within drain_seconds, and ends the server; returns when it has
-        released everything. One that does not serve yet holds nothing, and may be killed."""
-        if self._serving:
-            self._loop.call_soon_threadsafe(self._stopping.requested.set)
-            self._thread.join(self._config.drain_seconds + STOP_SECONDS)
+        self._thread.stop()
 
     def hurry(self) -> None:
-        """Ends a stopping server without waiting for requests."""
-        self._loop.call_soon_threadsafe(self._stopping.immediate.set)
-
-    def _run(self) -> None:
-        try:
-            restart = self._loop.run_until_complete(self._live())
-        except BaseException as error:
-            log.exception("this process failed and ends")
-            self._report(progress="failed", address="", error=_reason(error))
-            restart = True
-        if restart:
-            time.sleep(RETRY_SECONDS)
-            os._exit(1)
-
-    async def _live(self) -> bool:
-        reporting = asyncio.ensure_future(self._keep_reporting())
-        try:
-            return await self._serve()
-        finally:
-            reporting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reporting
-
-    async def _keep_reporting(self) -> None:
-        """For a restarted controller, which knows no member."""
-        while True:
-            await asyncio.sleep(REPORT_SECONDS)
-            self._report()
-
-    def _report(self, **changes: str | Role) -> None:
-        """Reports this process to the controller, without waiting for it."""
-        requests = self._requests()
-        self._member = dataclasses.replace(self._member, requests=requests, **changes)  # type: ignore[arg-type]
-        self._controller.update.remote(self._member)
-
-    def _requests(self) -> int:
-        return 0
-
-    async def _serve(self) -> bool:
-        """Serves to the end. Returns whether a fresh process replaces this one."""
-        raise NotImplementedError
-
-
-def sized_for(config: Config, role: Role, made_for: Role) -> Config:
-    """`config` with as many ranks for `role` as for `made_for`, whose GPUs the worker has."""
-    ranks = config.pool(made_for).tensor_parallel
-    pool = dataclasses.replace(config.pool(role), tensor_parallel=ranks)
-    return dataclasses.replace(config, **{role.value: pool})  # type: ignore[arg-type]
+        self._thread.hurry()
 
 
 class WorkerActor(_ServerActor):
     """One worker of either role."""
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
-        self._server: WorkerServer | None = None
-        # The role it was made for, or has switched to before a restart.
-        assert member.role is not None
-        role = load_fleet().workers.get(member.worker_id, member.role)
-        config = sized_for(configs.parse(tree), role, member.role)
-        super().__init__(configs.dump(config), dataclasses.replace(member, role=role))
+        self._worker = WorkerThread(tree, member)
+        super().__init__(self._worker)
 
     def drain(self) -> None:
-        """Takes nothing new, finishes what runs, and ends for good."""
-        self._loop.call_soon_threadsafe(self._begin_draining)
+        self._worker.drain()
 
     def restart(self) -> None:
-        """Takes nothing new, finishes or hands back what runs, and restarts as a fresh process,
-        on a node that Ray chooses."""
-        if self._server is not None:
-            self._loop.call_soon_threadsafe(self._server.drain, True)
+        self._worker.restart()
 
     def switch_role(self, role: Role) -> None:
-        """Switches the role once what runs is finished or handed back."""
-        if self._server is not None:
-            self._loop.call_soon_threadsafe(self._server.switch, role)
-
-    def _begin_draining(self) -> None:
-        if self._server and self._member.progress not in (DRAINING, DRAINED):
-            self._server.drain()
-
-    def _requests(self) -> int:
-        return self._server.requests if self._server else 0
-
-    async def _serve(self) -> bool:
-        times = StartTimes()
-        self._report(progress="importing torch")
-        assert self._member.role is not None
-        claim_threads(self._config, self._member.role)
-        # Imported after the first report: torch takes seconds.
-        from baton.worker.worker_server import WorkerServer
-
-        server = WorkerServer(
-            self._config,
-            self._member.role,
-            self._member.worker_id,
-            progress=lambda text: self._report(progress=text),
-            on_role=lambda role: self._report(role=role),
-            on_leaving=lambda: self._report(progress=DRAINING),
-            times=times,
-        )
-        host = self._member.host or ray.util.get_node_ip_address()
-        await server.start(host, 0, metrics_port=0)
-        self._server = server
-        self._serving = True
-        log.info("started in %s", times)
-        self._report(
-            progress="ready", address=server.address, agent=server.agent, started=str(times)
-        )
-        await server.serve_until(self._stopping)
-        if self._stopping.requested.is_set():
-            return False
-        self._report(progress="restarting" if server.restarts else DRAINED, address="", agent="")
-        return server.restarts
+        self._worker.switch_role(role)
 
 
 class RouterActor(_ServerActor):
     """One router."""
 
     def __init__(self, tree: dict[str, object], member: Member, controller_address: str) -> None:
-        """The controller is on the same node, which may have another address after a restart."""
-        self._controller_address = complete(controller_address)
-        super().__init__(tree, member)
-
-    async def _serve(self) -> bool:
-        from baton.router.server import RouterServer
-
-        self._report(progress="loading the tokenizer")
-        server = RouterServer(self._config, self._member.worker_id)
-        await server.start(self._controller_address)
-        settle_memory()
-        self._serving = True
-        self._report(progress="waiting for workers")
-        waiting = asyncio.ensure_future(self._report_when_ready(server))
-        await server.serve_until(self._stopping)
-        waiting.cancel()
-        return False
-
-    async def _report_when_ready(self, server: RouterServer) -> None:
-        await server.wait_ready()
-        self._report(
-            progress="ready",
-            address=server.address,
-            http=server.http_address,
-            metrics=server.metrics_address,
-        )
+        super().__init__(RouterThread(tree, member, controller_address))
 
 
 class WorkerActors:
@@ -268,8 +110,3 @@ def drain(name: str) -> None:
 def switch_role(name: str, role: Role) -> None:
     if actor := find_actor(name):
         actor.switch_role.remote(role)
-
-
-def _reason(error: BaseException) -> str:
-    """One line: for an operator, or for a developer to look further."""
-    return error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"

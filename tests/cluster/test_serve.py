@@ -22,6 +22,7 @@ from tiny_models import TINY_MODELS, save
 
 from baton import Client
 from baton.cli.exposure import listeners
+from baton.core.errors import BatonError
 from baton.core.metrics import FILES_FAILING
 
 QUESTION = "What is the capital of France?"
@@ -140,6 +141,8 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
     file, model = tmp_path / "cluster.yaml", tmp_path / "model"
     shutil.copytree(tiny, model)
     (model / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 4096}))
     settings = {"model": str(model), "model_name": "tiny", "page_size": 32}
     file.write_text(yaml.safe_dump({**settings, **MODEST}))
     flags = ["--config", str(file), "--prefill", "2", "--decode", "2", "--routers", "2"]
@@ -157,9 +160,14 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
         with Client(found[1]) as client:
             assert client.generate([1, 2, 3], max_tokens=9).token_ids == first
         assert answer(serve) == ANSWER
-        second.send(signal.SIGINT)
-        second.wait_for("stopping …")
-        second.send(signal.SIGINT)
+        with second.client() as client:
+            stream = client.stream([1, 2, 3], max_tokens=3000, ignore_eos=True)
+            next(iter(stream))
+            second.send(signal.SIGINT)
+            second.wait_for("stopping …")
+            second.send(signal.SIGINT)
+            with pytest.raises(BatonError):
+                stream.read()
         assert (second.wait(), second.stderr) == (0, "")
         second.wait_gone()
     assert answer(serve) == ANSWER

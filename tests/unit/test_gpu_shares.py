@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.cluster.actors import sized_for
+from baton.cluster.server_threads import sized_for
 from baton.cluster.preflight import describe_wait, gpus_of, gpus_per_rank, within_share
 from baton.core.config import Config, DecodeConfig, PrefillConfig, settle
 from baton.core.errors import InvalidConfig
