@@ -16,9 +16,8 @@ help: ## list the targets
 serve: setup ## start a small cluster on this machine; Ctrl-C stops it
 	@$(BIN)/baton serve $(ARGS)
 
-# Three processes for two cores: clusters often wait.
 test: setup ## run the suite
-	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 # Prints the table of docs/RELIABILITY.md.
 test-faults: setup ## signal every process at every moment of a request; cut the network
