@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from baton.core.errors import SlowReader
+from baton.core.tasks import cancel_all
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
 
 
@@ -92,8 +93,7 @@ async def buffered(
     try:
         yield buffer
     finally:
-        filling.cancel()
-        await asyncio.gather(filling, return_exceptions=True)
+        await cancel_all(filling)
 
 
 async def _fill(buffer: ClientBuffer, generating: Awaitable[None]) -> None:

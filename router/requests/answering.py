@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
 from baton.core.errors import NotCached
+from baton.core.tasks import cancel_all
 from baton.core.types import AttemptKey, Caching, FinishReason, Request, Work
 from baton.router.answers.answer import Answer, CachedAnswer
 from baton.router.answers.answer_events import AnswerEvent, Emit
@@ -201,6 +202,4 @@ async def gather_all(works: Sequence[Coroutine[None, None, Result]]) -> list[Res
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)

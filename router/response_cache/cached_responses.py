@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 
 from baton.core.config import CacheConfig
 from baton.core.errors import InvalidConfig, Unavailable
+from baton.core.tasks import cancel_all
 from baton.core.types import Caching, ChatPrompt, Request, Work
 from baton.core.wire import finish_from, finish_to, logprobs_from, logprobs_to
 from baton.router.answers.answer import CachedAnswer
@@ -187,10 +188,7 @@ async def found_or_computed(
         gate.open()
         return await (computing or compute(emit))
     finally:
-        tasks = [task for task in (look_up, computing) if task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*(task for task in (look_up, computing) if task))
 
 
 class _Gate:

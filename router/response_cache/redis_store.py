@@ -20,6 +20,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from baton.core.errors import InvalidConfig
+from baton.core.tasks import cancel_all
 from baton.router.response_cache.cache_store import ResponseKey, StoreFailed
 from baton.router.response_cache.redis_connection import (
     RedisAddress,
@@ -131,8 +132,7 @@ class RedisStore:
                 return deleted
 
     async def close(self) -> None:
-        self._connecting.cancel()
-        await asyncio.gather(self._connecting, return_exceptions=True)
+        await cancel_all(self._connecting)
 
     async def _replied(
         self, connection: RedisConnection, seconds: float, *command: bytes | str

@@ -24,6 +24,7 @@ import grpc
 
 from baton.core.config import RouterConfig
 from baton.core.errors import LayoutMismatch, UnknownModel, WorkerLost
+from baton.core.tasks import cancel_all
 from baton.core.tls import Identity
 from baton.core.types import PROTOCOL, AttemptKey, Role
 from baton.core.wire import role_from, role_to
@@ -235,9 +236,7 @@ class WorkerLink:
             log.exception("worker at %s", self.address)
             reason = f"the worker sent an invalid message: {error}"
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(*tasks)
             call.cancel()
             self._lose(reason)
         self._note_fault(reason)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from baton.core.config import Config
 from baton.core.errors import InvalidRequest
 from baton.core.page_keys import PageNaming
+from baton.core.tasks import cancel_all
 from baton.core.tls import node_identity
 from baton.core.types import Role
 from baton.router.workers.link import WorkerLink
@@ -100,10 +101,7 @@ class Membership:
 
     async def stop(self) -> None:
         """Ends every link; the workers release what this router's requests hold."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*self._tasks.values())
         self._links.clear()
         self._tasks.clear()
 
@@ -183,8 +181,7 @@ class Membership:
                 if time.monotonic() >= deadline:
                     link.abandon("it has left the cluster")
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel_all(running)
             del self._tasks[link]
 
     def _ping_others(self, lost: WorkerLink) -> None:

@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.proto_json import Json
+from baton.core.tasks import cancel_all
 from baton.core.types import Caching, Request
 from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.edges.auth import Caller
@@ -348,9 +349,7 @@ async def _until_disconnect(receive: Receive, work: Coroutine[None, None, None])
             raise Cancelled("the client disconnected")
         working.result()
     finally:
-        working.cancel()
-        disconnect.cancel()
-        await asyncio.gather(working, disconnect, return_exceptions=True)
+        await cancel_all(working, disconnect)
 
 
 async def _disconnect(receive: Receive) -> None:
