@@ -23,6 +23,7 @@ from baton.core import model_store
 from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
+from baton.engine.model_choice import choose_dtype
 from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
 from baton.engine.tier_copies import Tier
@@ -122,7 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     engine = Engine.load(
         model_store.locate(options.model),
-        dtype="float32" if options.device == "cpu" else "bfloat16",
+        dtype=choose_dtype("auto", options.device),
         device=options.device,
         kv_memory=(1 if options.device == "cpu" else 8) << 30,
         threads=options.threads,

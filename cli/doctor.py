@@ -115,13 +115,12 @@ def run_checks(config: Config) -> Iterator[Check]:
 
 def check_quality(config: Config) -> Iterator[Check]:
     """Loads the model twice and predicts a text of 2,700 tokens with each."""
+    from baton.engine.model_choice import choose_dtype
     from baton.engine.quality import measure
 
     device, found = check_device(config)
     yield found
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
+    dtype = choose_dtype(config.dtype, device)
     quality = measure(model_store.locate(config.model), device, dtype=dtype, engine=config.engine)
     for each in (quality.overall, *quality.by_depth):
         good = each.perplexity_change <= MOST_PERPLEXITY and each.top_agreement >= LEAST_AGREEMENT

@@ -52,6 +52,13 @@ def uses_fallback(folder: Path, engine: EngineChoice = "auto") -> bool:
     return model_type(folder) not in FAMILIES
 
 
+def choose_dtype(configured: str, device: str) -> str:
+    """The configured type, or for "auto" what the device is fastest with."""
+    if configured != "auto":
+        return configured
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def model_type(folder: Path) -> str:
     """As its config.json states it."""
     return read_stated(folder / "config.json").get("model_type", str, "")

@@ -25,6 +25,7 @@ from baton.core.process import StartTimes
 from baton.core.types import Role
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
+from baton.engine.model_choice import choose_dtype
 from baton.engine.page_files import PageForm
 from baton.engine.page_memory import PageMemory, page_memory
 from baton.engine.second_tier import BATCH, SecondTier, second_tier_of
@@ -133,9 +134,7 @@ class Backend:
 
     def _load_engine(self, role: Role) -> None:
         config = self._config
-        dtype = config.dtype
-        if dtype == "auto":
-            dtype = "float32" if self._device == "cpu" else "bfloat16"
+        dtype = choose_dtype(config.dtype, self._device)
         folder = self._locate_model()
         self._progress("loading the model")
         gpu = self._gpu_settings(role)
