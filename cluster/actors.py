@@ -42,18 +42,19 @@ class _ServerActor:
 class WorkerActor(_ServerActor):
     """One worker of either role."""
 
+    _thread: WorkerThread
+
     def __init__(self, tree: dict[str, object], member: Member) -> None:
-        self._worker = WorkerThread(tree, member)
-        super().__init__(self._worker)
+        super().__init__(WorkerThread(tree, member))
 
     def drain(self) -> None:
-        self._worker.drain()
+        self._thread.drain()
 
     def restart(self) -> None:
-        self._worker.restart()
+        self._thread.restart()
 
     def switch_role(self, role: Role) -> None:
-        self._worker.switch_role(role)
+        self._thread.switch_role(role)
 
 
 class RouterActor(_ServerActor):
