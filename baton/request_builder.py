@@ -50,6 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     tools: Sequence[Tool] | None  # for a chat; Answer.tool_calls has the calls
     tool_choice: str | None  # "auto", "none", "required", or the name of the one to call
     cache_salt: str | None  # requests share cached pages only under the same salt
+    priority: int | None  # the lower, the earlier it is admitted; unset: 0
     request_id: str | None  # for logs; unset: the router chooses
     timeout: float | None  # seconds for the whole answer; unset: no limit
 

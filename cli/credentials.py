@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from baton.cli.terminal import AsJson, note, print_json, print_lines, print_result
 from baton.core.api_keys import ApiKey, make_key, read_keys, write_keys
+from baton.core.bounds import MAX_PRIORITY
 from baton.core.errors import InvalidConfig
 
 keys = typer.Typer(help="Make, list and remove API keys.", no_args_is_help=True)
@@ -28,6 +29,9 @@ def add(
     name: Name,
     rate: float = Option(0.0, min=0.0, help="Calls a second. (default: no limit)"),
     concurrency: int = Option(0, min=0, help="Concurrent answers. (default: no limit)"),
+    priority: int = Option(
+        0, min=-MAX_PRIORITY, max=MAX_PRIORITY, help="The least of its requests: none goes before."
+    ),
     admin: bool = Option(False, "--admin", help="May also drain workers and see others' requests."),
     file: File = DEFAULT_FILE,
     as_json: AsJson = False,
@@ -36,7 +40,7 @@ def add(
     known = _known(file)
     if any(key.name == name for key in known):
         raise InvalidConfig(f"{file} has a key called {name} already")
-    secret, key = make_key(name, rate=rate, concurrency=concurrency, admin=admin)
+    secret, key = make_key(name, rate=rate, concurrency=concurrency, priority=priority, admin=admin)
     write_keys(file, [*known, key])
     print_result({"key": secret, **_fields(key)}, secret, as_json)
     note(f"{name} is in {file}; serve with --keys {file}")
@@ -78,6 +82,7 @@ def _described(key: ApiKey) -> str:
     limits = [
         f"{key.rate:g} calls a second" if key.rate else "",
         f"{key.concurrency} answers at once" if key.concurrency else "",
+        f"priority {key.priority} or later" if key.priority else "",
         "admin" if key.admin else "",
     ]
     return f"{key.name:<20} {', '.join(filter(None, limits)) or 'no limits'}"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from baton.core.bounds import MAX_PRIORITY
 from baton.core.errors import InvalidConfig
 
 PREFIX = "baton-"
@@ -33,16 +34,23 @@ class ApiKey:
     rate: float = 0.0
     # Concurrent answers; 0 sets no limit.
     concurrency: int = 0
+    # The least of its requests: one that asks for less gets this.
+    priority: int = 0
     # Whether it may drain workers and see others' requests.
     admin: bool = False
 
 
 def make_key(
-    name: str, *, rate: float = 0.0, concurrency: int = 0, admin: bool = False
+    name: str,
+    *,
+    rate: float = 0.0,
+    concurrency: int = 0,
+    priority: int = 0,
+    admin: bool = False,
 ) -> tuple[str, ApiKey]:
     """A new key, and its entry."""
     secret = PREFIX + secrets.token_urlsafe(32)
-    return secret, _checked(ApiKey(name, digest_of(secret), rate, concurrency, admin))
+    return secret, _checked(ApiKey(name, digest_of(secret), rate, concurrency, priority, admin))
 
 
 def digest_of(secret: str) -> str:
@@ -90,6 +98,8 @@ def _checked(key: ApiKey) -> ApiKey:
         raise InvalidConfig(f"the rate of key {name} must be 0 or more")
     if type(key.concurrency) is not int or key.concurrency < 0:
         raise InvalidConfig(f"the concurrency of key {name} must be 0 or more")
+    if type(key.priority) is not int or abs(key.priority) > MAX_PRIORITY:
+        raise InvalidConfig(f"the priority of key {name} must be {-MAX_PRIORITY} to {MAX_PRIORITY}")
     if type(key.admin) is not bool:
         raise InvalidConfig(f"admin of key {name} must be true or false")
     return key

@@ -27,6 +27,12 @@ MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 256
 MAX_BIASES = 1024
 
+MAX_PRIORITY = 1000
+"""The least is -MAX_PRIORITY, which is admitted first."""
+
+TIER_PRIORITIES = {"priority": -100, "flex": 100, "batch": MAX_PRIORITY}
+"""Of service tiers; that of any other is 0."""
+
 MAX_BANNED = 16_384
 """Token ids in suppress_tokens, begin_suppress_tokens and bad_words_ids together."""
 

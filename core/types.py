@@ -280,6 +280,8 @@ class Request:
     cache_salt: str = ""
     # The API key's name; empty where no key is required.
     tenant: str = ""
+    # The lower, the earlier it is admitted. Within one, tenants take turns.
+    priority: int = 0
     # Whether the caller chose the sampling's seed.
     seeded: bool = False
     caching: Caching = Caching.ALLOWED

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.core.api_keys import ApiKey, digest_of, read_keys
+from baton.core.bounds import MAX_PRIORITY
 from baton.core.errors import InvalidConfig, InvalidRequest, RateLimited, Unauthenticated
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ class Caller:
     @property
     def admin(self) -> bool:
         return self.key.admin
+
+    def priority(self, asked: int) -> int:
+        """No request of the key goes before its own."""
+        return max(asked, self.key.priority)
 
     def salt(self, cache_salt: str) -> str:
         """Scopes a cache salt to the key, so that keys share no cached pages. No key name has a
@@ -74,7 +79,7 @@ class Caller:
         self._tokens -= 1
 
 
-ANONYMOUS = Caller(ApiKey("", "", admin=True))
+ANONYMOUS = Caller(ApiKey("", "", priority=-MAX_PRIORITY, admin=True))
 """Every caller of a router without keys."""
 
 

@@ -1,4 +1,4 @@
-"""Admits requests to workers in order of arrival, as there is room for them.
+"""Admits requests to workers as there is room for them: by priority, and within one fairly.
 
 A worker gets a few requests beyond those that it has begun or reserved pages for; all others wait
 here, visible, counted and bounded.
@@ -13,6 +13,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, DeadlineExceeded, Exhausted, LayoutMismatch, Unavailable
@@ -55,45 +56,100 @@ class Assignment:
         return self.links[-1]
 
 
+class Place(NamedTuple):
+    """A request's place in the wait queue, for all its attempts."""
+
+    priority: int
+    order: int  # of arrival
+    tenant: str
+
+
 class WaitQueue:
-    """Requests that wait for a worker with room, in order of arrival. A retry keeps its request's
+    """Requests that wait for a worker with room. The lowest priority is first; within one the
+    tenants take turns, each with its requests in order of arrival. A retry keeps its request's
     place and is never refused. No I/O and no clock."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: list[int] = []  # by order of arrival
+        # By priority, then by tenant in the order of their turns.
+        self._waiting: dict[int, dict[str, list[Place]]] = {}
+        self._retries: set[Place] = set()
+        self._size = 0
         self._admitted_at: float | None = None
         self._interval = 0.0  # between two admissions, smoothed
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._size
 
     @property
-    def head(self) -> int | None:
-        return self._waiting[0] if self._waiting else None
+    def head(self) -> Place | None:
+        if not self._waiting:
+            return None
+        turns = self._waiting[min(self._waiting)]
+        return next(iter(turns.values()))[0]
+
+    @property
+    def priorities(self) -> dict[int, int]:
+        """How many wait with each priority, the first to be admitted first."""
+        return {
+            priority: sum(map(len, self._waiting[priority].values()))
+            for priority in sorted(self._waiting)
+        }
 
     @property
     def retry_after(self) -> float:
         """Seconds until the requests that wait now are likely to be admitted."""
-        expected = self._interval * len(self._waiting)
+        expected = self._interval * self._size
         return min(max(expected, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
 
-    def join(self, order: int, *, retry: bool = False) -> None:
-        """Raises Exhausted when the queue is full, unless the request is a retry."""
-        if len(self._waiting) >= self._limit and not retry:
+    def join(self, place: Place, *, retry: bool = False) -> Place | None:
+        """Returns the request that is refused in its place when the queue is full. Raises Exhausted
+        where none gives way, unless the request is a retry."""
+        displaced = None
+        if retry:
+            self._retries.add(place)
+        elif self._size >= self._limit and not (displaced := self.displace(place)):
             raise Exhausted(
-                f"{len(self._waiting)} requests wait already; try again later",
+                f"{self._size} requests wait already; try again later",
                 retry_after=self.retry_after,
             )
-        bisect.insort(self._waiting, order)
+        own = self._waiting.setdefault(place.priority, {}).setdefault(place.tenant, [])
+        bisect.insort(own, place)
+        self._size += 1
+        return displaced
 
-    def leave(self, order: int) -> None:
+    def displace(self, place: Place) -> Place | None:
+        """Removes the last request of the tenant with most in the last priority, if that is behind
+        the place's, or the same and its tenant has fewer: so none fills the queue for all."""
+        last = max(self._waiting, default=place.priority)
+        turns = self._waiting.get(last, {})
+        longest = max(turns.values(), key=len, default=[])
+        own = len(turns.get(place.tenant, ())) + 1 if last == place.priority else 0
+        if last < place.priority or len(longest) <= own or longest[-1] in self._retries:
+            return None
+        displaced = longest[-1]
+        self.leave(displaced)
+        return displaced
+
+    def leave(self, place: Place) -> None:
         """No effect when it is not in the queue."""
-        if order in self._waiting:
-            self._waiting.remove(order)
+        turns = self._waiting.get(place.priority, {})
+        own = turns.get(place.tenant, [])
+        if place not in own:
+            return
+        own.remove(place)
+        self._retries.discard(place)
+        self._size -= 1
+        if not own:
+            del turns[place.tenant]
+        if not turns:
+            del self._waiting[place.priority]
 
-    def admitted(self, now: float) -> None:
-        """The head has its workers."""
+    def admitted(self, place: Place, now: float) -> None:
+        """The request has its workers: the next turn is another tenant's."""
+        turns = self._waiting.get(place.priority, {})
+        if place.tenant in turns:
+            turns[place.tenant] = turns.pop(place.tenant)
         if self._admitted_at is not None:
             self._interval += LATEST_SHARE * (now - self._admitted_at - self._interval)
         self._admitted_at = now
@@ -111,9 +167,10 @@ class Admission:
         self._queue = WaitQueue(config.max_queued)
         # Suspects may have to wait for each other. They wait beside the queue, so that others do
         # not wait for them, and are looked at first.
-        self._suspects: set[int] = set()
+        self._suspects: set[Place] = set()
         self._orders = itertools.count()
-        self._waiters: dict[int, asyncio.Event] = {}
+        self._waiters: dict[Place, asyncio.Event] = {}
+        self._displaced: set[Place] = set()
         # Since when no request can be placed; None while one can.
         self._missing_since: float | None = None
         membership.listen(self._membership_changed)
@@ -127,9 +184,19 @@ class Admission:
         """Seconds after which a request that is refused now may be admitted."""
         return self._queue.retry_after
 
-    def arrive(self) -> int:
-        """A request's place in the order of arrival, for all its attempts."""
-        return next(self._orders)
+    def arrive(self, priority: int = 0, tenant: str = "") -> Place:
+        return Place(priority, next(self._orders), tenant)
+
+    def make_room(self, priority: int, tenant: str) -> bool:
+        """Refuses a waiting request in favour of one that arrives, if there is one to give way."""
+        return self._refuse(self._queue.displace(self.arrive(priority, tenant)))
+
+    def _refuse(self, displaced: Place | None) -> bool:
+        if displaced is None:
+            return False
+        self._displaced.add(displaced)
+        self._waiters[displaced].set()
+        return True
 
     async def wait_ready(self) -> None:
         """Returns when there are workers to place requests on; raises why there are none."""
@@ -143,21 +210,23 @@ class Admission:
         obstacle = self._placer.obstacle
         return obstacle is None or isinstance(obstacle, LayoutMismatch)
 
-    async def assign(self, order: int, state: RetryState, deadline: float = math.inf) -> Assignment:
+    async def assign(
+        self, place: Place, state: RetryState, deadline: float = math.inf
+    ) -> Assignment:
         """Waits for workers with room. The caller counts the request on them at once. A request
         whose first token is predicted after the deadline is refused, unless it is a retry."""
         began = time.monotonic()
         left = math.inf if state.is_retry else deadline - began
         if state.suspicion is Suspicion.NONE:
-            self._queue.join(order, retry=state.is_retry)
+            self._refuse(self._queue.join(place, retry=state.is_retry))
         else:
-            self._suspects.add(order)
-        waiter = self._waiters[order] = asyncio.Event()
+            self._suspects.add(place)
+        waiter = self._waiters[place] = asyncio.Event()
         try:
             while True:
-                found = self._find(order, state, left)
+                found = self._find(place, state, left)
                 if isinstance(found, Assignment):
-                    self._queue.admitted(time.monotonic())
+                    self._queue.admitted(place, time.monotonic())
                     self._placer.placed += 1
                     self._metrics.queued("router", time.monotonic() - began)
                     return found
@@ -165,27 +234,35 @@ class Admission:
                 if isinstance(found, FINAL) or give_up_at <= time.monotonic():
                     raise found
                 await _wait(waiter, give_up_at)
+                if place in self._displaced:
+                    raise Exhausted(
+                        "requests of others go first, and the queue is full; try again later",
+                        retry_after=self._queue.retry_after,
+                    )
                 left = math.inf
         finally:
-            self._queue.leave(order)
-            self._suspects.discard(order)
-            del self._waiters[order]
+            self._queue.leave(place)
+            self._suspects.discard(place)
+            self._displaced.discard(place)
+            del self._waiters[place]
             # Later, when the caller has been counted on its workers.
             asyncio.get_running_loop().call_soon(self.wake)
 
     def wake(self) -> None:
         """Something changed: suspects look again, and then the head of the queue."""
-        for order in (*sorted(self._suspects), self._queue.head):
-            if order is not None:
-                self._waiters[order].set()
+        for place in (*sorted(self._suspects), self._queue.head):
+            if place is not None:
+                self._waiters[place].set()
 
-    def _find(self, order: int, state: RetryState, seconds_left: float) -> Assignment | BatonError:
+    def _find(
+        self, place: Place, state: RetryState, seconds_left: float
+    ) -> Assignment | BatonError:
         found = self._placer.choose(state.work, state.suspicion, seconds_left)
         if not isinstance(found, BatonError):
-            if order in self._suspects or order == self._queue.head:
+            if place in self._suspects or place == self._queue.head:
                 names = found.prefill, found.decode, found.fetch.holder if found.fetch else ""
                 return Assignment(found, *map(self._membership.find, names))
-            found = Exhausted("requests that came earlier are still waiting")
+            found = Exhausted("requests that go first are still waiting")
         found.retry_after = self._queue.retry_after
         return found
 

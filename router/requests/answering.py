@@ -128,7 +128,7 @@ class Answering:
     async def _answer(self, task: AnswerTask, index: int, emit: Emit, *, record: bool) -> _Computed:
         answer = self._make_answer(task, index, emit, record=record)
         work = task.works[index]
-        await self.dispatcher.run(work, task.request.deadline, answer)
+        await self.dispatcher.run(work, task.request, answer)
         self._note_answer(answer.ledger)
         finished = answer.finished()
         self.dispatcher.placer.costs.note_answer(finished.usage.completion_tokens)

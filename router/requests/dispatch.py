@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.config import RouterConfig
 from baton.core.errors import WorkerLost
-from baton.core.types import AttemptKey, Role, Sampling, Work
+from baton.core.types import AttemptKey, Request, Role, Sampling, Work
 from baton.router.answers.answer import Answer
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
@@ -60,21 +60,21 @@ class Dispatcher:
     metrics: RouterMetrics
     rounds: Rounds = field(default_factory=Rounds)
 
-    async def run(self, work: Work, deadline: float, answer: Answer) -> None:
+    async def run(self, work: Work, request: Request, answer: Answer) -> None:
         """Reports each attempt's placement and pushes its tokens until the answer is complete.
         Cancelling this cancels the request."""
         config = self.config
         state = RetryState(
             work, max_deaths=config.max_worker_deaths, max_attempts=config.max_attempts
         )
-        order = self.admission.arrive()
+        place = self.admission.arrive(request.priority, request.tenant)
 
         def push(tokens: Tokens) -> bool:
             state.emitted(tokens)
             return answer.push(tokens)
 
         while True:
-            assignment = await self.admission.assign(order, state, deadline)
+            assignment = await self.admission.assign(place, state, request.deadline)
             work = state.begin(assignment.placement)
             running = RunningAttempt(self, work, assignment, state.suspicion, answer.ledger)
             try:

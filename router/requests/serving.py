@@ -95,7 +95,7 @@ class Serving:
         consecutively.
         """
         self.demand.arrive(request.n)
-        self._check_capacity(request.n)
+        self._check_capacity(request)
         outcome = "CANCELLED"
         self._count(+request.n)
         first = place * request.n
@@ -114,10 +114,11 @@ class Serving:
             if any(entry.attempts for entry in entries):
                 self._metrics.prompt_tokens.inc(entries[0].prompt_tokens)
 
-    def _check_capacity(self, answers: int) -> None:
+    def _check_capacity(self, request: Request) -> None:
         if self.draining:
             raise Unavailable("this router is about to stop and accepts no new requests")
-        if self.active + answers > self._config.max_requests:
+        full = self.active + request.n > self._config.max_requests
+        if full and not self.admission.make_room(request.priority, request.tenant):
             self._metrics.requests.labels(outcome=Exhausted.reason).inc()
             raise Exhausted(
                 f"{self.active} requests are running already; try again later",

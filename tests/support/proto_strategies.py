@@ -52,5 +52,7 @@ def _value(field: FieldDescriptor, depth: int) -> st.SearchStrategy[object]:
         return st.floats(width=_FLOATS[kind])
     if kind == FieldDescriptor.CPPTYPE_ENUM:
         return st.sampled_from([*(value.number for value in field.enum_type.values), 99])
+    if kind == FieldDescriptor.CPPTYPE_INT32:
+        return st.sampled_from((0, 1000, -1001)) | st.integers(-(2**31), 2**31 - 1)
     most = _UNSIGNED[kind]
     return st.sampled_from((*_EDGES, most)) | st.integers(0, most)

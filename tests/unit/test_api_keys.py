@@ -26,7 +26,7 @@ def bearer(secret: str) -> str:
 
 
 def test_a_file_keeps_a_keys_limits_and_not_the_key(file: Path) -> None:
-    secret, key = make_key("alice", rate=2.5, concurrency=3, admin=True)
+    secret, key = make_key("alice", rate=2.5, concurrency=3, priority=7, admin=True)
     write_keys(file, [key])
     assert read_keys(file) == [key]
     assert secret not in file.read_text()
@@ -102,6 +102,7 @@ def test_a_broken_file_leaves_the_keys_as_they_were(
         "[{name: alice, digest: " + "0" * 64 + ", rate: -1}]",
         "[{name: alice, digest: " + "0" * 64 + ", rate: .inf}]",
         "[{name: alice, digest: " + "0" * 64 + ", concurrency: 1.5}]",
+        "[{name: alice, digest: " + "0" * 64 + ", priority: 1001}]",
         "[{name: alice, digest: " + "0" * 64 + ", admin: 1}]",
         "[{name: alice, digest: " + "0" * 64 + ", speed: 1}]",
         "[{name: a, digest: " + "0" * 64 + "}, {name: a, digest: " + "1" * 64 + "}]",
@@ -163,7 +164,7 @@ def test_the_command_adds_lists_and_removes_keys(file: Path) -> None:
     assert "5 calls a second, 2 answers at once" in listed
     assert secret.strip() not in listed
     assert json.loads(run("list", "--json")[1]) == [
-        {"name": "alice", "rate": 5.0, "concurrency": 2, "admin": False}
+        {"name": "alice", "rate": 5.0, "concurrency": 2, "priority": 0, "admin": False}
     ]
     code, told, _ = run("remove", "alice", "--json")
     assert (code, json.loads(told)) == (0, {"name": "alice", "removed": True})

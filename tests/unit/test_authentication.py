@@ -48,6 +48,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
         "other": make_key("other"),
         "slow": make_key("slow", rate=0.01),
         "single": make_key("single", concurrency=1),
+        "first": make_key("first", priority=-5),
         "admin": make_key("admin", admin=True),
     }
     file = tmp_path_factory.mktemp("keys") / "keys.yaml"
@@ -194,18 +195,33 @@ async def test_a_keys_concurrency_limit_does_not_affect_others(door: Door) -> No
         assert several.status_code == 400
 
 
-async def test_two_keys_share_no_cached_pages(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def served(door: Door, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that are served."""
     serving = door.server._serving
     generate = serving.generate
-    salts = []
+    requests = []
 
     async def generate_and_note(request: Request, *more: Any) -> None:
-        salts.append(request.cache_salt)
+        requests.append(request)
         await generate(request, *more)
 
     monkeypatch.setattr(serving, "generate", generate_and_note)
+    return requests
+
+
+async def test_no_request_goes_before_its_keys_priority(door: Door, served: list[Request]) -> None:
+    for name in ("plain", "first"):
+        async with door.client(name) as client, door.http(name) as http:
+            await client.generate("Hello", max_tokens=2, priority=-8)
+            await http.post("/v1/chat/completions", json={**CHAT, "priority": -8})
+            await http.post("/v1/chat/completions", json={**CHAT, "service_tier": "flex"})
+    assert [each.priority for each in served] == [0, 0, 100, -5, -5, 100]
+
+
+async def test_two_keys_share_no_cached_pages(door: Door, served: list[Request]) -> None:
     for name in ("plain", "other"):
         async with door.client(name) as client, door.http(name) as http:
             await client.generate("Hello", max_tokens=2, cache_salt="mine")
             await http.post("/v1/chat/completions", json={**CHAT, "cache_salt": "mine"})
-    assert salts == ["plain:mine"] * 2 + ["other:mine"] * 2
+    assert [each.cache_salt for each in served] == ["plain:mine"] * 2 + ["other:mine"] * 2

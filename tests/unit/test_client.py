@@ -49,6 +49,7 @@ def test_every_option_reaches_the_router(client: Client, router: ScriptedRouter)
         request_id="mine",
         n=2,
         cache_salt="ours",
+        priority=5,
         prediction="hello again",
         timeout=30,
     )
@@ -73,6 +74,7 @@ def test_every_option_reaches_the_router(client: Client, router: ScriptedRouter)
             request_id="mine",
             n=2,
             cache_salt="ours",
+            priority=5,
             prediction="hello again",
         )
     ]

@@ -43,6 +43,9 @@ def parse_request(
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(message, name) > bounds.MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"{name} must be at most {bounds.MAX_TOP_LOGPROBS}", field=name)
+    if abs(message.priority) > bounds.MAX_PRIORITY:
+        limits = f"{-bounds.MAX_PRIORITY} to {bounds.MAX_PRIORITY}"
+        raise InvalidRequest(f"priority must be {limits}, not {message.priority}", field="priority")
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=parse_prompt(message),
@@ -57,6 +60,7 @@ def parse_request(
         structure=_parse_structure(message),
         prediction=message.prediction,
         cache_salt=message.cache_salt,
+        priority=message.priority,
     )
 
 

@@ -72,6 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 request,
                 cache_salt=caller.salt(request.cache_salt),
                 tenant=caller.key.name,
+                priority=caller.priority(request.priority),
                 caching=Caching.parse(_metadata(context, "cache-control")),
                 deadline=math.inf if left is None else arrived + left,
             )

@@ -214,8 +214,11 @@ class GenerationEndpoint(Generic[Body]):
                 http, self._context, lambda body: self._parse(body, request_id, caller)
             )
             caching = Caching.parse(http.headers.get("cache-control", ""))
-            tenant = caller.key.name
-            requests = tuple(replace(each, tenant=tenant, caching=caching) for each in requests)
+            tenant, priority = caller.key.name, caller.priority(requests[0].priority)
+            requests = tuple(
+                replace(each, tenant=tenant, priority=priority, caching=caching)
+                for each in requests
+            )
             answers = sum(request.n for request in requests)
             ledger = RequestLedger(
                 request_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -63,6 +63,8 @@ Stops = Annotated[
     ),
 ]
 BannedIds = Annotated[tuple[int, ...], token_ids(bounds.MAX_BANNED)]
+# Of the OpenAI API and of Anthropic's.
+ServiceTier = Literal["auto", "default", "standard_only", "scale", "priority", "flex", "batch"]
 _SAMPLING_FIELDS = {each.name for each in dataclasses.fields(Sampling)}
 
 
@@ -102,6 +104,14 @@ class GenerationRequest(RequestModel):
     ignore_eos: bool = about("Continue past the model's end tokens.", False)
     cache_salt: Annotated[str, Field(max_length=bounds.MAX_CACHE_SALT)] = about(
         "Cached pages are shared only among requests of one salt.", ""
+    )
+    priority: int | None = about(
+        "The lower, the earlier it is admitted. Absent: as the service tier, or 0.",
+        ge=-bounds.MAX_PRIORITY,
+        le=bounds.MAX_PRIORITY,
+    )
+    service_tier: ServiceTier = about(
+        "A name for a priority: priority is -100, flex 100, batch 1000, any other 0.", "auto"
     )
     skip_special_tokens: bool = about("Leave special tokens out of the answer's text.", True)
     truncate_prompt_tokens: int | None = about(
@@ -149,12 +159,18 @@ class GenerationRequest(RequestModel):
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             cache_salt=salt(self.cache_salt),
+            priority=self._priority(),
             seeded=self.seed is not None,
             structure=structure,
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             **fields,
         )
+
+    def _priority(self) -> int:
+        if self.priority is not None:
+            return self.priority
+        return bounds.TIER_PRIORITIES.get(self.service_tier, 0)
 
     def _sampling(self, defaults: GenerationDefaults) -> Sampling:
         given: dict[str, Any] = {
