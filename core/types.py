@@ -150,6 +150,8 @@ class Work:
     prompt_logprobs: int | None = None
     # The answer as the caller predicts it: guesses that steps check (speculation).
     prediction: Sequence[int] = ()
+    # The lower, the earlier its worker serves it.
+    priority: int = 0
     # Keys of the prompt's full pages (core/page_keys.py) in a router. Not sent to workers.
     page_keys: Sequence[bytes] = ()
 

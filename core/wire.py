@@ -40,6 +40,7 @@ def work_to(work: Work) -> pb.Work:
         grammar=work.grammar,
         prompt_logprobs=work.prompt_logprobs,
         prediction=work.prediction,
+        priority=work.priority,
     )
 
 
@@ -56,6 +57,7 @@ def work_from(message: pb.Work) -> Work:
         grammar=message.grammar,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         prediction=tuple(message.prediction),
+        priority=message.priority,
     )
 
 

@@ -5,11 +5,12 @@
                                   compute ─▶ preempted └─resume──┘ preempted
 
 A reservation takes the pages of its prompt; a running request grows page by
-page. When the pool is full, the youngest arrived request is preempted: it gives
-its pages back and is recomputed when there is room (prompt and answer in one
-forward pass). So no token is lost and the oldest request always advances. New
-reservations wait while a preempted request does. A request with local prefill
-starts as if it had been preempted.
+page. When the pool is full, the youngest arrived request of the last priority is
+preempted: it gives its pages back and is recomputed when there is room (prompt
+and answer in one forward pass). So no token is lost and the oldest request of
+the first priority always advances. New reservations wait while a preempted
+request of no later priority does. A request with local prefill starts as if it
+had been preempted.
 
 Cached pages are held by reference: only the other pages of a reservation are
 pushed, and only the other pages of a preempted request are recomputed, one
@@ -30,8 +31,13 @@ from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Plan
 
 
-def _order(sequence: Sequence) -> int:
-    return sequence.order
+def _order(sequence: Sequence) -> tuple[int, int]:
+    """By priority, then the older first."""
+    return sequence.work.priority, sequence.order
+
+
+def _priority(sequence: Sequence) -> int:
+    return sequence.work.priority
 
 
 class DecodeScheduler:
@@ -48,7 +54,7 @@ class DecodeScheduler:
         self._speculation = speculation
         self._waiting: OrderedDict[AttemptKey, Sequence] = OrderedDict()
         self._travelling: dict[AttemptKey, Sequence] = {}
-        # Arrived requests, each list oldest first. The preempted hold no pages.
+        # Arrived requests, each list in order. The preempted hold no pages.
         self._ready: list[Sequence] = []
         self._preempted: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -84,12 +90,12 @@ class DecodeScheduler:
     def compute(self, sequence: Sequence) -> None:
         """Queues a request with local prefill."""
         sequence.order = next(self._orders)
-        self._preempted.append(sequence)
+        bisect.insort(self._preempted, sequence, key=_order)
 
     def grant(self) -> list[Sequence]:
         """Requests whose prompts got their pages now, oldest first."""
         granted = []
-        while not self._preempted and (first := self._first_waiting()):
+        while (first := self._first_waiting()) and not self._waits_for_preempted(first):
             keys, tokens = first.keys_to_find, len(first.tokens)
             # Leaves a page for each request to grow, so that a new one does not cause a
             # preemption at once.
@@ -105,9 +111,12 @@ class DecodeScheduler:
             granted.append(first)
         return granted
 
+    def _waits_for_preempted(self, sequence: Sequence) -> bool:
+        return bool(self._preempted) and _priority(self._preempted[0]) <= _priority(sequence)
+
     def _first_waiting(self) -> Sequence | None:
-        """The oldest reservation that waits for no restore."""
-        for each in self._waiting.values():
+        """The first reservation that waits for no restore."""
+        for each in sorted(self._waiting.values(), key=_priority):
             if not next_page_pending(each.keys_to_find, self._pool, ()):
                 return each
         return None
@@ -122,7 +131,7 @@ class DecodeScheduler:
         sequence.order = next(self._orders)
         sequence.settle(sequence.computed)
         sequence.lease.share_copies()
-        self._ready.append(sequence)
+        bisect.insort(self._ready, sequence, key=_order)
         return True
 
     def remove(self, sequence: Sequence) -> bool:
@@ -170,7 +179,7 @@ class DecodeScheduler:
         while self._preempted and len(self._running) < self._max_batch:
             if self._preempted[0].expected:
                 return
-            if self._ready and self._ready[0].order < self._preempted[0].order:
+            if self._ready and _order(self._ready[0]) < _order(self._preempted[0]):
                 return
             sequence = self._preempted[0]
             pages = self._pool.pages_for(len(sequence.tokens))
@@ -200,13 +209,14 @@ class DecodeScheduler:
             if missing > 0 and not sequence.cover(self._chunk_tokens, self._pool):
                 if self._pool.returning or any(each.lease.pinned for each in self._running):
                     return False
-                self._preempt_youngest()
+                self._preempt_last()
                 continue
             index += 1
         return True
 
-    def _preempt_youngest(self) -> None:
-        sequence = (self._ready or self._running).pop()
+    def _preempt_last(self) -> None:
+        groups = [group for group in (self._running, self._ready) if group]
+        sequence = max(groups, key=lambda group: _order(group[-1])).pop()
         sequence.lease.release()
         sequence.computed = 0
         bisect.insort(self._preempted, sequence, key=_order)

@@ -1,12 +1,14 @@
 """What is known of each attempt, and which prompts the next step computes.
 
-First come, first served, in chunks: each step takes up to `chunk_tokens`
-prompt tokens from the oldest prompts, several prompts in one step where they
-fit. A prompt starts when the pool has room for all the pages that it will hold at
-once; until then the prompts behind it wait too, so none is starved. Where layers
-have windows it gets their pages chunk by chunk, and waits while there is none.
+The lowest priority first, within one first come, first served, in chunks: each
+step takes up to `chunk_tokens` prompt tokens from the first prompts, several in
+one step where they fit. So a prompt waits for at most one chunk of a later
+priority. A prompt starts when the pool has room for all the pages that it will
+hold at once; until then the prompts behind it wait too, so none is starved.
+Where layers have windows it gets their pages chunk by chunk, and waits while
+there is none.
 
-Cleared prompts start first: a prompt whose ticket has arrived (or that is not
+Of one priority, cleared prompts start first: a prompt whose ticket has arrived (or that is not
 pushed) frees its pages as soon as it is computed, while another may have to
 keep them.
 
@@ -19,6 +21,7 @@ holds for pages that are being fetched or restored.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -160,18 +163,27 @@ class PrefillScheduler:
         self._started.pop(sequence.work.key, None)
 
     def next(self) -> Plan:
-        """The next step, oldest prompt first. Empty when nothing can run."""
+        """The next step, first prompt first. Empty when nothing can run."""
         plan: Plan = {}
         budget = self._chunk_tokens
-        for sequence in self._started.values():
+        urgent = min(map(_priority, self._waiting.values()), default=math.inf)
+        for sequence in sorted(self._started.values(), key=_priority):
+            if urgent < sequence.work.priority:
+                budget = self._start(plan, budget, before=sequence.work.priority)
             if budget == 0:
                 return plan
             # Nothing is left to plan once the last chunk has been launched.
             if sequence.uncomputed and not sequence.expected:
                 budget -= self._add_chunk(plan, sequence, budget)
-        while budget and self._start_next():
-            budget -= self._add_chunk(plan, next(reversed(self._started.values())), budget)
+        self._start(plan, budget)
         return plan
+
+    def _start(self, plan: Plan, budget: int, before: float = math.inf) -> int:
+        """Starts waiting prompts of a priority `before` that. Returns what is left of the
+        budget."""
+        while budget and self._start_next(before):
+            budget -= self._add_chunk(plan, next(reversed(self._started.values())), budget)
+        return budget
 
     def _add_chunk(self, plan: Plan, sequence: PrefillSequence, budget: int) -> int:
         count = sequence.cover(budget, self._pool)
@@ -181,10 +193,10 @@ class PrefillScheduler:
             plan[sequence] = count
         return count
 
-    def _start_next(self) -> bool:
+    def _start_next(self, before: float) -> bool:
         """Starts a waiting prompt if the pool has room for its pages."""
         sequence = self._choose()
-        if sequence is None:
+        if sequence is None or sequence.work.priority >= before:
             return False
         keys, pages = sequence.keys_to_find, self._pool.pages_for(len(sequence.tokens))
         growth = sum(
@@ -194,7 +206,7 @@ class PrefillScheduler:
             return False
         if coming := self._pool.lower.restore_pages(keys):
             sequence.restored += coming
-            return self._start_next()
+            return self._start_next(before)
         del self._waiting[sequence.work.key]
         sequence.lease = self._pool.acquire(pages, keys)
         sequence.computed = sequence.cached_tokens
@@ -202,8 +214,13 @@ class PrefillScheduler:
         return True
 
     def _choose(self) -> PrefillSequence | None:
-        """The oldest prompt that need not wait for another one, cleared prompts first."""
-        cleared = (each for each in self._waiting.values() if each.cleared)
-        others = (each for each in self._waiting.values() if not each.cleared)
-        first = itertools.islice(itertools.chain(cleared, others), LOOK_AHEAD)
+        """The first prompt that need not wait for another one."""
+        waiting = sorted(
+            self._waiting.values(), key=lambda each: (each.work.priority, not each.cleared)
+        )
+        first = waiting[:LOOK_AHEAD]
         return next((each for each in first if not self.has_to_wait(each.keys_to_find)), None)
+
+
+def _priority(sequence: PrefillSequence) -> int:
+    return sequence.work.priority

@@ -740,6 +740,7 @@ class Work(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, unique among the router's live requests."""
     epoch: _builtins.int
@@ -762,6 +763,8 @@ class Work(_message.Message):
     """As logprobs, for the prompt's tokens from the second on. Such a prompt is
     computed whole, whatever is cached.
     """
+    priority: _builtins.int
+    """The lower, the earlier the worker serves it among those that it has."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt and, after it, the answer of earlier attempts."""
@@ -795,10 +798,11 @@ class Work(_message.Message):
         grammar: _builtins.str = ...,
         prompt_logprobs: _builtins.int | None = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prediction", b"prediction", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prediction", b"prediction", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -188,6 +188,7 @@ class Serving:
             grammar=grammar,
             prompt_logprobs=request.prompt_logprobs,
             prediction=prompt.prediction,
+            priority=request.priority,
             # Cached pages are useless where every token of the prompt is scored.
             page_keys=prompt.page_keys if request.prompt_logprobs is None else (),
         )

@@ -12,8 +12,11 @@ from baton.engine.step import Plan
 
 
 def work(name: str, prompt: int, answer: int = 8, salt: str = "") -> Work:
-    key = AttemptKey(name, 1)
-    return Work(key, range(prompt), Sampling(), answer, frozenset(), cache_salt=salt)
+    """Names that begin with "batch" have a later priority."""
+    key, priority = AttemptKey(name, 1), 1000 if name.startswith("batch") else 0
+    return Work(
+        key, range(prompt), Sampling(), answer, frozenset(), cache_salt=salt, priority=priority
+    )
 
 
 class Bench:
@@ -131,6 +134,36 @@ def test_when_the_pool_is_full_the_youngest_gives_way_and_is_computed_again() ->
     assert [("young", tokens)] in steps
     assert not bench.sequences
     assert bench.pool.free == 6
+
+
+def test_a_request_of_a_later_priority_gives_way_though_it_is_older() -> None:
+    bench = Bench(pages=6)
+    bench.arrive("batch", 8, answer=12)
+    bench.arrive("live", 8, answer=9)
+    bench.step_until_preempted("batch")
+    assert bench.sequences["live"].computed
+    bench.reserve("batch-2", 1)
+    assert bench.scheduler.grant() == []
+    bench.reserve("live-2", 1)
+    bench.scheduler.remove(bench.sequences.pop("live"))
+    assert [each.work.key.request_id for each in bench.scheduler.grant()] == ["live-2"]
+
+
+def test_local_prompts_are_computed_by_priority() -> None:
+    bench = Bench(chunk=8)
+    bench.compute("batch", 20)
+    assert bench.step() == [("batch", 8)]
+    bench.compute("live", 10)
+    assert bench.step() == [("live", 8)]
+    assert bench.step() == [("live", 2), ("batch", 6)]
+
+
+def test_reservations_are_granted_by_priority() -> None:
+    bench = Bench()
+    for name in ("batch", "live", "live-2"):
+        bench.reserve(name, 4)
+    granted = [each.work.key.request_id for each in bench.scheduler.grant()]
+    assert granted == ["live", "live-2", "batch"]
 
 
 def test_recomputing_is_cut_into_chunks_beside_decoding_requests() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
@@ -65,6 +67,25 @@ def test_the_rest_of_a_step_goes_to_the_next_prompt() -> None:
         [("r0", 2), ("r1", 8)],
         [("r1", 7)],
     ]
+
+
+def test_a_prompt_of_an_earlier_priority_waits_for_one_chunk() -> None:
+    made = scheduler()
+    made.queue(replace(work("batch", 25), priority=1000))
+    made.queue(replace(work("batch-2", 2), priority=1000))
+    assert run(made) == [("batch", 10)]
+    made.queue(work("live", 12))
+    made.queue(work("live-2", 3))
+    assert run(made) == [("live", 10)]
+    assert run(made) == [("live", 2), ("live-2", 3), ("batch", 5)]
+    assert run(made) == [("batch", 10)]
+    assert run(made) == [("batch-2", 2)]
+
+
+def test_a_prompt_of_a_later_priority_does_not_overtake_one_without_room() -> None:
+    made = scheduler(12, 12, pages=4)
+    made.queue(replace(work("batch", 4), priority=1000))
+    assert [run(made), run(made), run(made)] == [[("r0", 10)], [("r0", 2)], [("r1", 10)]]
 
 
 def test_a_prompt_without_room_for_its_pages_waits_and_is_not_overtaken() -> None:
