@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ProcessCluster
+from streams import begin
 from waiting import until
 
 import baton
@@ -38,20 +39,9 @@ def tree(drain_seconds: float = 60.0, **router: float | str) -> dict[str, object
 @asynccontextmanager
 async def stream_under_way(client: AsyncClient) -> AsyncIterator[tuple[AsyncStream, str]]:
     """An answer that has begun, and the decode worker that writes it."""
-    async with client.stream(PROMPT, **OPTIONS) as stream:
-        for _ in range(3):
-            await anext(stream)
-        yield stream, await busy_decode(client)
-
-
-async def busy_decode(client: AsyncClient) -> str:
-    workers = (await client.status()).workers
-    (name,) = [
-        worker.member.worker_id
-        for worker in workers
-        if worker.active_requests and worker.member.worker_id.startswith("decode")
-    ]
-    return name
+    stream, name = await begin(client, PROMPT, **OPTIONS)
+    async with stream:
+        yield stream, name
 
 
 async def is_draining(client: AsyncClient, name: str) -> bool:

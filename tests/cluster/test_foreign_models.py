@@ -9,8 +9,8 @@ from pathlib import Path
 
 from foreign_models import FOREIGN_MODELS
 from processes import ProcessCluster
+from streams import begin
 from tiny_models import VOCABULARY, generate_with_transformers, save
-from waiting import until
 
 from baton import AsyncClient
 
@@ -33,13 +33,6 @@ def ask(cluster: ProcessCluster, asked: list[list[int]]) -> list[list[int]]:
         return [list(answer.token_ids) for answer in answers]
 
 
-async def writer(client: AsyncClient) -> str:
-    """The decode worker that is in use; empty while there is none."""
-    workers = (await client.status()).workers
-    busy = [each.member.worker_id for each in workers if each.load.running]
-    return next((name for name in busy if name.startswith("decode")), "")
-
-
 async def test_answers_equal_transformers_also_from_cached_pages_and_after_a_death(
     tmp_path: Path,
 ) -> None:
@@ -52,11 +45,8 @@ async def test_answers_equal_transformers_also_from_cached_pages_and_after_a_dea
         assert await asyncio.to_thread(ask, cluster, asked) == expected  # from cached pages
         cluster.wait_idle()
         async with AsyncClient(cluster.address) as client:
-            stream = client.stream(asked[3], max_tokens=150, ignore_eos=True)
-            for _ in range(3):
-                await anext(stream)
-            await until(lambda: writer(client))
-            cluster.workers.pop(await writer(client)).kill()
+            stream, name = await begin(client, asked[3], max_tokens=150, ignore_eos=True)
+            cluster.workers.pop(name).kill()
             answer = await stream.read()
             assert list(answer.token_ids) == long
             assert len(answer.placements) == 2

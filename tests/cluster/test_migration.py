@@ -31,7 +31,7 @@ async def writer(client: AsyncClient) -> str:
     names = [
         worker.member.worker_id
         for worker in (await client.status()).workers
-        if worker.load.running and worker.member.worker_id.startswith("decode")
+        if worker.active_requests and worker.member.worker_id.startswith("decode")
     ]
     return names[0] if len(names) == 1 else ""
 

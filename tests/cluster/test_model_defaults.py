@@ -11,11 +11,12 @@ import httpx
 import pytest
 import torch
 from processes import ProcessCluster
+from streams import begin
 from text_model import END, save_text_model, tokenizer
 from tiny_models import generate_with_transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from baton import AsyncClient, AsyncStream
+from baton import AsyncClient
 
 ANSWER = 60
 WORDS = tokenizer()
@@ -101,11 +102,6 @@ async def test_answers_equal_transformers_where_requests_leave_values_out(
         cluster.wait_idle()
 
 
-async def read_some(stream: AsyncStream, count: int) -> None:
-    for _ in range(count):
-        await anext(stream)
-
-
 async def test_an_answer_that_migrates_keeps_to_the_defaults(
     folder: Path, oracle: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -113,11 +109,7 @@ async def test_an_answer_that_migrates_keeps_to_the_defaults(
     wanted = expected(oracle, prompt, max_new_tokens=400, min_new_tokens=400)
     with ProcessCluster(folder, tmp_path, decode=2, tree=TREE) as cluster:
         async with AsyncClient(cluster.address) as client:
-            stream = client.stream(prompt, max_tokens=400, min_tokens=400)
-            await read_some(stream, 5)
-            workers = (await client.status()).workers
-            active = [each.member.worker_id for each in workers if each.active_requests]
-            (busy,) = [name for name in active if name.startswith("decode")]
+            stream, busy = await begin(client, prompt, max_tokens=400, min_tokens=400)
             cluster.workers.pop(busy).kill()
             answer = await stream.read()
         assert len(answer.placements) == 2
