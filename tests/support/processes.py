@@ -24,7 +24,7 @@ from baton.core.types import Role
 from baton.v1 import cluster_pb2
 
 START_SECONDS = 120.0
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0
 
 
 class Process:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 
 async def until(
-    condition: Callable[[], Awaitable[bool]], seconds: float = 30.0, pause: float = 0.02
+    condition: Callable[[], Awaitable[bool]], seconds: float = 60.0, pause: float = 0.02
 ) -> None:
     """Returns when the condition holds, which is checked every `pause` seconds."""
     deadline = time.monotonic() + seconds
