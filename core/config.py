@@ -32,7 +32,7 @@ from baton.core.config_values import (
     set_dotted,
 )
 from baton.core.config_values import Size as Size
-from baton.core.types import Role
+from baton.core.types import Role, ToolFormatName
 
 GPU_MEMORY = 0.9
 """The share of its GPU's memory that a worker uses by default."""
@@ -124,7 +124,7 @@ class RouterConfig:
         "--generation-config",
     )
     text_threads: PositiveInt = key(2, "Threads that tokenize and render templates.")
-    tool_format: Literal["auto", "hermes", "llama3", "mistral", "mistral-args"] = key(
+    tool_format: ToolFormatName = key(
         "auto", "The model's format of tool calls; auto derives it from the chat template."
     )
     reasoning: Literal["auto", "on", "off"] = key(

@@ -237,6 +237,21 @@ class Structure:
     source: str
 
 
+ToolFormatName = Literal[
+    "auto",
+    "deepseek-v3",
+    "deepseek-v3.1",
+    "glm",
+    "hermes",
+    "kimi",
+    "llama3",
+    "mistral",
+    "mistral-args",
+    "qwen3-coder",
+]
+"""Of router/answers/tool_formats.py, or as the chat template shows it."""
+
+
 class Caching(enum.Enum):
     """How a request may use the response cache. The values are those of Cache-Control."""
 

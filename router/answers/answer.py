@@ -27,9 +27,9 @@ from baton.router.answers.splitters import (
     ContentSplitter,
     ReasoningSplitter,
     Splitter,
-    ToolCallSplitter,
     held_back,
 )
+from baton.router.answers.tool_call_splitter import ToolCallSplitter
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import TokenTimes
 from baton.router.placement.placement import Placement
@@ -287,8 +287,7 @@ def splitter_for(
     """The splitter of one answer; without a chat, all text is content."""
     splitter: Splitter = ContentSplitter()
     if chat and chat.tools:
-        names = {tool.name for tool in chat.callable_tools}
-        splitter = ToolCallSplitter(form.tools, names, new_id)
+        splitter = ToolCallSplitter(form.tools, chat.callable_tools, new_id)
     if chat and form.reasoning:
         splitter = ReasoningSplitter(thinking=thinking, content=splitter)
     return splitter

@@ -23,8 +23,9 @@ from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.router.answers.answer_events import AnswerDelta
-from baton.router.answers.answer_format import FORMATS, HERMES, AnswerFormat, ToolFormat
-from baton.router.answers.splitters import ToolCallSplitter
+from baton.router.answers.answer_format import AnswerFormat
+from baton.router.answers.tool_call_splitter import ToolCallSplitter
+from baton.router.answers.tool_formats import FORMATS, HERMES, ToolFormat
 from baton.router.prompts.output_grammar import ANY_OBJECT, after_reasoning, either, grammar_of
 
 PROMPT = [3, 50, 7]
@@ -238,7 +239,7 @@ def test_a_forced_call_is_one_that_its_parser_reads(
     for seed in range(4):
         warm = Sampling(temperature=1.0, seed=seed)
         (answer,) = write(engine, [begin(engine, work(structure, warm))])
-        parser = ToolCallSplitter(form, {"add", "say"})
+        parser = ToolCallSplitter(form, (bounded, SAY))
         parts = AnswerDelta("", [])
         parser.push(answer, parts)
         parser.flush(parts)
@@ -272,7 +273,7 @@ def test_an_answer_calls_a_tool_or_keeps_to_its_structure(
         sampling = Sampling(temperature=1.0, seed=1, logit_bias=liked)
         tried = replace(asked, sampling=sampling, grammar=either(call, asked.grammar))
         (answer,) = write(engine, [begin(engine, tried)])
-        parser = ToolCallSplitter(form, {"say"})
+        parser = ToolCallSplitter(form, chat.tools)
         parts = AnswerDelta("", [])
         parser.push(answer, parts)
         parser.flush(parts)

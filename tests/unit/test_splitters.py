@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.core.types import Tool
 from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
-from baton.router.answers.answer_format import (
+from baton.router.answers.splitters import ContentSplitter, ReasoningSplitter, Splitter
+from baton.router.answers.tool_call_splitter import ToolCallSplitter
+from baton.router.answers.tool_formats import (
     FORMATS,
     HERMES,
     LLAMA3,
@@ -16,14 +19,8 @@ from baton.router.answers.answer_format import (
     ToolFormat,
     tool_format_of,
 )
-from baton.router.answers.splitters import (
-    ContentSplitter,
-    ReasoningSplitter,
-    Splitter,
-    ToolCallSplitter,
-)
 
-TOOLS = {"get_weather", "add"}
+TOOLS = [Tool("get_weather"), Tool("add")]
 
 Calls = list[tuple[str, str]]
 

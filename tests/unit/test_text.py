@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from baton.core import model_store
 from baton.core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
 from baton.core.types import ChatPrompt, Message, Request, Sampling
-from baton.router.answers.answer_format import HERMES, MISTRAL
+from baton.router.answers.tool_formats import HERMES, MISTRAL
 from baton.router.prompts.text import Text
 
 TEXTS = [

@@ -1,0 +1,88 @@
+"""Types of a tool's arguments, for formats that write their values as plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+from baton.core.types import Tool
+
+Schema = dict[str, Any]
+
+_KINDS = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+# As templates write them that turn a value into text.
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class Argument(NamedTuple):
+    key: str
+    schema: Schema
+    required: bool
+
+
+def argument_schemas(tool: Tool) -> Iterator[Argument]:
+    """Each argument's schema, which stands by itself."""
+    whole = json.loads(tool.parameters)
+    properties, required = whole.get("properties"), whole.get("required", ())
+    shared = {name: whole[name] for name in _DEFINITIONS if name in whole}
+    for key, schema in (properties if isinstance(properties, dict) else {}).items():
+        found = _resolved(schema, whole)
+        yield Argument(key, {**shared, **found}, key in required)
+
+
+def _resolved(schema: object, whole: Schema) -> Schema:
+    """The definition that a schema refers to, if it refers to one of its document."""
+    found: Any = schema
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    if isinstance(reference, str) and reference.startswith("#/"):
+        found = whole
+        for part in reference[2:].split("/"):
+            found = found.get(part, {}) if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def types_of(schema: Schema) -> set[str]:
+    """The types that a value may have; empty where the schema does not say."""
+    given = schema.get("type")
+    if given is not None:
+        listed = given if isinstance(given, list) else [given]
+        return {each for each in listed if isinstance(each, str)}
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return {_KINDS[type(value)] for value in values}
+    choices = schema.get("anyOf") or schema.get("oneOf") or []
+    found = [types_of(choice) if isinstance(choice, dict) else set() for choice in choices]
+    return set().union(*found) if all(found) else set()
+
+
+def is_text(schema: Schema) -> bool:
+    """Whether a value is written as it is, since it may be any text."""
+    types = types_of(schema)
+    return not types or "string" in types
+
+
+def as_json(text: str, schema: Schema) -> str:
+    """A value that was written as text: of the type that the schema wants, or else a string."""
+    types, written = types_of(schema), _WORDS.get(text.strip(), text.strip())
+    if types == {"string"}:
+        return json.dumps(text, ensure_ascii=False)
+    try:
+        kind = _KINDS[type(json.loads(written, parse_constant=_refuse))]
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return written if fits or "string" not in types else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
