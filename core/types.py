@@ -242,6 +242,7 @@ ToolFormatName = Literal[
     "deepseek-v3",
     "deepseek-v3.1",
     "glm",
+    "harmony",
     "hermes",
     "kimi",
     "llama3",

@@ -23,6 +23,7 @@ from baton.router.answers.answer_events import (
 )
 from baton.router.answers.answer_format import AnswerFormat
 from baton.router.answers.detokenizer import Detokenizer
+from baton.router.answers.harmony_splitter import HarmonySplitter
 from baton.router.answers.splitters import (
     ContentSplitter,
     ReasoningSplitter,
@@ -30,6 +31,7 @@ from baton.router.answers.splitters import (
     held_back,
 )
 from baton.router.answers.tool_call_splitter import ToolCallSplitter
+from baton.router.answers.tool_formats import HARMONY
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import TokenTimes
 from baton.router.placement.placement import Placement
@@ -285,6 +287,8 @@ def splitter_for(
     form: AnswerFormat, chat: ChatPrompt | None, *, thinking: bool, new_id: Callable[[], str]
 ) -> Splitter:
     """The splitter of one answer; without a chat, all text is content."""
+    if chat and form.tools is HARMONY:
+        return HarmonySplitter(chat.callable_tools, new_id, reasoning=form.reasoning)
     splitter: Splitter = ContentSplitter()
     if chat and chat.tools:
         splitter = ToolCallSplitter(form.tools, chat.callable_tools, new_id)

@@ -13,11 +13,15 @@ from baton.core.errors import InvalidRequest
 from baton.core.types import ChatPrompt, Request, Structure, Tool
 from baton.router.answers.tool_formats import (
     FORMATS,
+    HARMONY,
+    HARMONY_ENDS,
     HERMES,
     SpecialId,
     ToolFormat,
+    literal,
     tool_format_of,
 )
+from baton.router.prompts.output_grammar import after_reasoning, either, within
 
 THINK, END_THINK = "<think>", "</think>"
 _TOOL_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
@@ -32,7 +36,8 @@ class AnswerFormat:
     def markers(self) -> tuple[str, ...]:
         """Tokens that the splitters need as text, even where they are special."""
         reasoning = (THINK, END_THINK) if self.reasoning else ()
-        return (*self.tools.marks, *reasoning)
+        harmony = HARMONY_ENDS if self.tools is HARMONY else ()
+        return (*self.tools.marks, *harmony, *reasoning)
 
     def opens_reasoning(self, rendered: str) -> bool:
         """Whether a prompt ends within the reasoning."""
@@ -47,9 +52,39 @@ class AnswerFormat:
             return [self.forced_call(chat, special_id)]
         return [self.forced_call(chat, special_id), wanted] if wanted else []
 
+    def composed(
+        self,
+        grammars: Sequence[str],
+        request: Request,
+        special_id: SpecialId,
+        *,
+        thinking: bool,
+    ) -> str:
+        """The grammar of an answer that follows one of those of `structures`."""
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        if self.tools is HARMONY and chat and chat.end == "open":
+            return _in_messages(grammars, special_id, called=chat.must_call)
+        grammar = either(*grammars) if len(grammars) == 2 else grammars[0]
+        return after_reasoning(grammar) if thinking else grammar
+
     def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
         """The structure of an answer that is exactly one tool call."""
         return Structure("lark", self.tools.grammar(chat.callable_tools, special_id))
+
+
+def _in_messages(grammars: Sequence[str], special_id: SpecialId, *, called: bool) -> str:
+    """The grammar of gpt-oss's messages: reasoning, then a call or the content. A call's grammar
+    has its header."""
+    *calls, last = grammars
+    if not called:
+        header = literal("<|channel|>final<|message|>", special_id)
+        last = within(f"start: {header} @final", last, "final")
+    before, after = (
+        literal(text, special_id)
+        for text in ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+    )
+    start = f"start: reasoning? @answer\nreasoning: {before} /(.|\\n)*/ {after}"
+    return within(start, either(calls[0], last) if calls else last, "answer")
 
 
 PLAIN = AnswerFormat(HERMES, reasoning=False)
@@ -58,7 +93,7 @@ PLAIN = AnswerFormat(HERMES, reasoning=False)
 def answer_format(template: str, tools: str, reasoning: str) -> AnswerFormat:
     """The format as configured, or as the chat template shows it where that is "auto"."""
     form = tool_format_of(template) if tools == "auto" else FORMATS[tools]
-    shown = THINK in template or END_THINK in template
+    shown = form is HARMONY or THINK in template or END_THINK in template
     return AnswerFormat(form, shown if reasoning == "auto" else reasoning == "on")
 
 

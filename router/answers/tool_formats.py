@@ -13,8 +13,10 @@ kimi           in a section: <|tool_call_begin|>functions.name:0<|tool_call_argu
                <|tool_call_end|>, with that as the call's id
 qwen3-coder    <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
 glm            <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+harmony        <|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>, as
+               gpt-oss writes; its other messages are content and reasoning (harmony_splitter.py)
 
-The last two write values without a type; the tool's JSON Schema has it.
+qwen3-coder and glm write values without types; the tool's JSON Schema has them.
 """
 
 from __future__ import annotations
@@ -116,10 +118,10 @@ class ToolFormat:
         if self.bare:
             return call
         opener, closer = self.section[0] + self.opener + self.before, self.closer + self.section[1]
-        return f"{_literal(opener, special_id)} {call} {_literal(closer, special_id)}"
+        return f"{literal(opener, special_id)} {call} {literal(closer, special_id)}"
 
     def _named_call(self, index: int, tool: Tool, special_id: SpecialId) -> Iterator[str]:
-        head = f"{json.dumps(tool.name)} {_literal(self.divider, special_id)}"
+        head = f"{json.dumps(tool.name)} {literal(self.divider, special_id)}"
         if self.pairs is None:
             yield f"call_{index}: {head} arguments_{index}"
             yield f"arguments_{index}: {_json(json.loads(tool.parameters))}"
@@ -130,15 +132,15 @@ class ToolFormat:
             name = f"argument_{index}_{number}"
             names.append(name if argument.required else f"{name}?")
             rules += self._pair(self.pairs, name, argument, special_id)
-        yield f"call_{index}: {' '.join((head, *names))} {_literal(self.pairs.end, special_id)}"
+        yield f"call_{index}: {' '.join((head, *names))} {literal(self.pairs.end, special_id)}"
         yield from rules
 
     def _pair(
         self, pairs: Pairs, name: str, argument: Argument, special_id: SpecialId
     ) -> Iterator[str]:
         schema, key = argument.schema, json.dumps(argument.key, ensure_ascii=False)
-        begin, end = (_literal(each, special_id) for each in (pairs.key, pairs.value_end))
-        head = f"{begin} {key} {_literal(pairs.key_end + pairs.value, special_id)}"
+        begin, end = (literal(each, special_id) for each in (pairs.key, pairs.value_end))
+        head = f"{begin} {key} {literal(pairs.key_end + pairs.value, special_id)}"
         if not is_text(schema):
             yield f"{name}: {head} {name}_value {end}"
             yield f"{name}_value: {_json(schema)}"
@@ -169,7 +171,7 @@ class ToolFormat:
         return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
-def _literal(text: str, special_id: SpecialId) -> str:
+def literal(text: str, special_id: SpecialId) -> str:
     """Lark for a text, in which special tokens are such."""
     pieces = []
     for piece in filter(None, MARK.split(text)):
@@ -243,6 +245,15 @@ GLM = ToolFormat(
     divider="\n",
     pairs=Pairs("<arg_key>", "</arg_key>\n", "<arg_value>", "</arg_value>\n", "</tool_call>"),
 )
+HARMONY = ToolFormat(
+    "harmony",
+    r"<\|channel\|>",
+    "<|channel|>commentary to=",
+    before="functions.",
+    divider=" <|constrain|>json<|message|>",
+)
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+"""Each ends a message."""
 
 # A template has the first format whose sign is in it.
 FORMATS = {
@@ -253,6 +264,7 @@ FORMATS = {
         DEEPSEEK_V3,
         DEEPSEEK_V31,
         KIMI,
+        HARMONY,
         HERMES,
         LLAMA3,
         MISTRAL_ARGS,

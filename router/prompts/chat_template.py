@@ -57,6 +57,8 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise InvalidConfig(f"the model's chat template is broken: {error}") from error
         self._special_tokens = special_tokens
+        # As gpt-oss's template calls it.
+        self._reasoning = "thinking" if "message.thinking" in source else "reasoning_content"
 
     def render(self, chat: ChatPrompt) -> str:
         """The chat as text that ends as it says; by default where the assistant's answer
@@ -67,7 +69,7 @@ class ChatTemplate:
             {
                 **json.loads(chat.template_kwargs),
                 **self._special_tokens,
-                "messages": [_message(message) for message in chat.messages],
+                "messages": [_message(message, self._reasoning) for message in chat.messages],
                 "tools": [_tool(tool) for tool in chat.tools] or None,
                 "documents": None,
                 "add_generation_prompt": chat.end == "open",
@@ -99,11 +101,13 @@ class ChatTemplate:
         return text
 
 
-def _message(message: Message) -> dict[str, object]:
-    """Only the keys that are set: templates test which ones exist."""
+def _message(message: Message, reasoning: str) -> dict[str, object]:
+    """Only the keys that are set: templates test which ones exist. gpt-oss's refuses thinking
+    beside content and calls."""
+    left_out = reasoning == "thinking" and message.content and message.tool_calls
     optional: dict[str, object] = {
         "tool_calls": [_call(call) for call in message.tool_calls],
-        "reasoning_content": message.reasoning,
+        reasoning: "" if left_out else message.reasoning,
         "tool_call_id": message.tool_call_id,
         "name": message.name,
     }

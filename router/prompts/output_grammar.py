@@ -62,7 +62,12 @@ def _checked(structure: Structure) -> str:
 def after_reasoning(grammar: str) -> str:
     """The grammar for an answer that begins within the model's reasoning."""
     start = "start: reasoning /\\n{0,2}/ @answer\nreasoning[lazy]: /(.|\\n)*<\\/think>/"
-    return json.dumps({"grammars": [{"lark_grammar": start}, *_parts(grammar, "answer")]})
+    return within(start, grammar, "answer")
+
+
+def within(start: str, grammar: str, name: str) -> str:
+    """A grammar that is `start`, in Lark, where the other one has a name."""
+    return json.dumps({"grammars": [{"lark_grammar": start}, *_parts(grammar, name)]})
 
 
 def either(call: str, answer: str) -> str:

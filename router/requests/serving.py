@@ -40,7 +40,7 @@ from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Demand, Trends
 from baton.router.placement.placer import Placer
-from baton.router.prompts.output_grammar import after_reasoning, either, grammar_of
+from baton.router.prompts.output_grammar import grammar_of
 from baton.router.prompts.text import Text, TokenizedPrompt
 from baton.router.requests.admission import Admission
 from baton.router.requests.answering import Answering, AnswerTask
@@ -195,7 +195,8 @@ class Serving:
 
     async def _grammar(self, request: Request, *, thinking: bool) -> str:
         """The grammar that answers must follow; empty where there is none."""
-        structures = self.text.answers.structures(request, self.text.special_id)
+        answers, special_id = self.text.answers, self.text.special_id
+        structures = answers.structures(request, special_id)
         if not structures:
             return ""
         if not self.text.eos_token_ids:
@@ -205,8 +206,7 @@ class Serving:
                 grammars = [await self._in_thread(grammar_of, each) for each in structures]
         except TimeoutError:
             raise InvalidGrammar("the structure took too long to check", field="grammar") from None
-        grammar = either(*grammars) if len(grammars) == 2 else grammars[0]
-        return after_reasoning(grammar) if thinking else grammar
+        return answers.composed(grammars, request, special_id, thinking=thinking)
 
     def _check_tokens(self, request: Request, tokens: list[int], context: int) -> None:
         size = self.text.vocabulary_size

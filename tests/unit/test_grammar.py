@@ -12,20 +12,22 @@ from typing import Literal
 import jsonschema
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from random_schemas import random_schema
 from text_model import END, save_sentencepiece_model, save_text_model, tokenizer
+from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidGrammar
-from baton.core.types import AttemptKey, ChatPrompt, Sampling, Structure, Tool, Work
+from baton.core.types import AttemptKey, ChatPrompt, Request, Sampling, Structure, Tool, Work
 from baton.core.wire import work_from, work_to
 from baton.engine.engine import Engine
 from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
+from baton.router.answers.answer import splitter_for
 from baton.router.answers.answer_events import AnswerDelta
 from baton.router.answers.answer_format import AnswerFormat
-from baton.router.answers.tool_call_splitter import ToolCallSplitter
-from baton.router.answers.tool_formats import FORMATS, HERMES, ToolFormat
+from baton.router.answers.tool_formats import FORMATS, HARMONY, HERMES, ToolFormat
 from baton.router.prompts.output_grammar import ANY_OBJECT, after_reasoning, either, grammar_of
 
 PROMPT = [3, 50, 7]
@@ -239,7 +241,7 @@ def test_a_forced_call_is_one_that_its_parser_reads(
     for seed in range(4):
         warm = Sampling(temperature=1.0, seed=seed)
         (answer,) = write(engine, [begin(engine, work(structure, warm))])
-        parser = ToolCallSplitter(form, (bounded, SAY))
+        parser = splitter_for(AnswerFormat(form, reasoning=False), chat, thinking=False, new_id=str)
         parts = AnswerDelta("", [])
         parser.push(answer, parts)
         parser.flush(parts)
@@ -273,13 +275,47 @@ def test_an_answer_calls_a_tool_or_keeps_to_its_structure(
         sampling = Sampling(temperature=1.0, seed=1, logit_bias=liked)
         tried = replace(asked, sampling=sampling, grammar=either(call, asked.grammar))
         (answer,) = write(engine, [begin(engine, tried)])
-        parser = ToolCallSplitter(form, chat.tools)
+        parser = splitter_for(AnswerFormat(form, reasoning=False), chat, thinking=False, new_id=str)
         parts = AnswerDelta("", [])
         parser.push(answer, parts)
         parser.flush(parts)
         assert bool(parts.tool_calls) != bool(parts.text)
         assert parts.tool_calls or json.loads(parts.text)["a"] in (1, 2)
         assert form.bare or bool(parts.tool_calls) == (first != "{")
+
+
+ANALYSIS = "<|channel|>analysis<|message|>So {.\n<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.say <|constrain|>json<|message|>{"word": "a"}'
+FINAL = '<|channel|>final<|message|>{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("tools", "must_call", "allowed", "refused"),
+    [
+        ((SAY,), True, [CALL, ANALYSIS + CALL], [FINAL, "{}"]),
+        ((SAY,), False, [CALL, FINAL, ANALYSIS + CALL, ANALYSIS + FINAL], ['{"a": 1}']),
+        ((), False, [FINAL, ANALYSIS + FINAL], [CALL, ANALYSIS + CALL, '{"a": 1}']),
+    ],
+)
+def test_a_structure_is_within_the_messages_of_harmony(
+    tools: tuple[Tool, ...], must_call: bool, allowed: list[str], refused: list[str]
+) -> None:
+    marks = Tokenizer.from_str(TOKENIZER.to_str())
+    form = AnswerFormat(HARMONY, reasoning=True)
+    marks.add_special_tokens([*form.markers])
+
+    def special(mark: str) -> int | None:
+        return marks.token_to_id(mark) if mark in form.markers else None
+
+    wanted = None if must_call else Structure("json_schema", '{"type": "object"}')
+    chat = ChatPrompt((), tools, must_call=must_call)
+    request = Request("id", chat, Sampling(), 8, structure=wanted)
+    grammars = [grammar_of(each) for each in form.structures(request, special)]
+    grammar = form.composed(grammars, request, special, thinking=False)
+    for text in (*allowed, *refused):
+        matcher = LLMatcher(LLTokenizer(marks.to_str()), grammar)
+        kept = matcher.consume_tokens(marks.encode(text).ids) and matcher.is_accepting()
+        assert kept == (text in allowed), (text, matcher.get_error())
 
 
 def test_a_structure_may_come_after_reasoning(engine: Engine) -> None:

@@ -104,6 +104,16 @@ KIMI = """{%- for message in messages %}<|im_{{ message.role }}|>{{ message.cont
 {{- '<|tool_calls_section_end|>' if loop.last }}{%- endfor %}<|im_end|>
 {%- endfor %}"""
 
+HARMONY = """{%- for message in messages %}
+{%- if message.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+{%- endif %}{%- if message.content %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- endif %}{%- for call in message.tool_calls or [] %}
+{{- '<|start|>assistant to=functions.' + call.function.name + '<|channel|>commentary ' }}
+{{- 'json<|message|>' + call.function.arguments | tojson + '<|call|>' }}
+{%- endfor %}{%- endfor %}"""
+
 HERMES = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}
 {%- for call in message.tool_calls or [] %}
@@ -131,6 +141,7 @@ PUBLISHED = {
         "deepseek-v3.1", DEEPSEEK_V31, "<｜assistant｜></think>", "<｜end▁of▁sentence｜>"
     ),
     "Kimi K2": Published("kimi", KIMI, "<|im_assistant|>", "<|im_end|>"),
+    "gpt-oss": Published("harmony", HARMONY, "<|start|>assistant", "<|call|>"),
     "Hermes": Published("hermes", HERMES, "<|im_start|>assistant\n", "<|im_end|>\n"),
 }
 
@@ -211,7 +222,7 @@ def test_a_call_of_an_unknown_tool_is_content(model: Published) -> None:
     for pieces in cuts(text):
         delta = parsed(model, pieces)
         assert not delta.tool_calls
-        assert "rm" in delta.text
+        assert "/" in delta.text
 
 
 @models
@@ -228,6 +239,53 @@ def test_reasoning_comes_before_calls() -> None:
     delta = parsed(model, [f"\n<think>So.</think>{call}"])
     assert delta.reasoning == "So."
     assert [each[1] for each in calls_of(delta)] == ["list-files"]
+
+
+HEADER = "<|channel|>commentary to=functions.list-files <|constrain|>json<|message|>"
+MESSAGES = {
+    "a call": (f"{HEADER}{{}}<|call|>", "", "", ["{}"]),
+    "reasoning twice, and a preamble": (
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|><|start|>assistant<|channel|>analysis<|message|> Hm.<|end|>"
+        f"<|start|>assistant{HEADER}{{}}<|call|>",
+        "So. Hm.",
+        "I look.",
+        ["{}"],
+    ),
+    "no end": (
+        "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>b < c",
+        "a",
+        "b < c",
+        [],
+    ),
+    "a message that goes on": ("and so on.<|return|>", "", "and so on.", []),
+    "half a header": ("<|channel|>fin", "", "", []),
+    "cut off": (f'{HEADER}{{"a', "", "", ['{"a']),
+    "a tool of the server's": (
+        "<|channel|>analysis to=python code<|message|>1 + 1<|call|>",
+        "1 + 1",
+        "",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_messages_are_split_however_the_text_is_cut(case: str) -> None:
+    text, reasoning, content, arguments = MESSAGES[case]
+    for pieces in cuts(text):
+        delta = parsed(PUBLISHED["gpt-oss"], pieces)
+        found = [call.arguments for call in delta.tool_calls]
+        assert (delta.reasoning, delta.text, found) == (reasoning, content, arguments), pieces
+
+
+def test_a_template_gets_the_reasoning_under_its_own_name() -> None:
+    call = ToolCall("", "list-files", "{}")
+    thought = Message("assistant", "", (call,), reasoning="So.")
+    both = Message("assistant", "I look.", (call,), reasoning="So.")
+    template = ChatTemplate(HARMONY, {})
+    assert "analysis<|message|>So.<|end|>" in template.render(ChatPrompt((thought,)))
+    assert "analysis" not in template.render(ChatPrompt((both,)))
 
 
 VALUES = [
