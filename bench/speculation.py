@@ -25,6 +25,7 @@ from baton.engine.step import token_and_logprobs
 from baton.router.prompts.text import Text
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.step_pipeline import StepPipeline
+from baton.worker.step_record import StepRecord
 
 STORY = """The old lighthouse stood on the northern cliff, and every evening the keeper climbed its
 narrow stairs with a lamp in his hand. He counted the steps aloud, because his father had counted
@@ -90,7 +91,7 @@ class Workload:
 def decode(engine: Engine, load: Workload, *, guessing: bool) -> Run:
     speculation = Speculation() if guessing else None
     scheduler = DecodeScheduler(engine.pool, 64, 256, speculation)
-    pipeline = StepPipeline(engine, WorkerMetrics("bench", Role.DECODE))
+    pipeline = StepPipeline(engine, WorkerMetrics("bench", Role.DECODE), StepRecord())
     pipeline.on_step = speculation.note_step if speculation else None
     sequences = []
     for number, prompt in enumerate(load.prompts):

@@ -251,9 +251,10 @@ def _placement(answer: timing_pb2.AnswerTiming, answers: int) -> Text:
     guessed = answer.accepted_tokens + answer.rejected_tokens
     guesses = f" ({_guesses(answer.accepted_tokens, guessed)})" if guessed else ""
     why = f" ({answer.policy}, {answer.reason_code})" if answer.policy else ""
+    since = f"\nthe last attempt since: {answer.retry_reason}" if answer.retry_reason else ""
     return Text(
         f"{name}{_workers(answer) or 'nowhere'}{why}{again}; {answer.prompt_tokens} prompt"
-        f" tokens{cached}, {answer.completion_tokens} answered{guesses}"
+        f" tokens{cached}, {answer.completion_tokens} answered{guesses}{since}"
     )
 
 

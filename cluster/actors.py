@@ -9,10 +9,13 @@ The constructor starts a thread (cluster/server_threads.py). Ray restarts a dead
 its constructor again; the new process reports its new address to the controller.
 
 An actor has no coroutines: of a class with any, Ray runs all methods on one event loop, where
-`stop` would hold up `hurry`.
+`stop` would hold up `hurry`, and the constructor in a thread that cannot handle signals.
 """
 
 from __future__ import annotations
+
+import signal
+from types import FrameType
 
 import ray
 
@@ -46,6 +49,7 @@ class WorkerActor(_ServerActor):
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
         super().__init__(WorkerThread(tree, member))
+        self._rays_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def drain(self) -> None:
         self._thread.drain()
@@ -55,6 +59,14 @@ class WorkerActor(_ServerActor):
 
     def switch_role(self, role: Role) -> None:
         self._thread.switch_role(role)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """Restarts in good order; a second one ends the process at once, as Ray's handler does."""
+        signal.signal(number, self._rays_handler)
+        if self._thread.serving:
+            self.restart()
+        else:
+            signal.raise_signal(number)
 
 
 class RouterActor(_ServerActor):

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -24,7 +23,7 @@ import ray
 
 from baton.cluster import ray_session
 from baton.cluster.actors import WorkerActors, drain
-from baton.cluster.fleet import CONTROLLER, DRAINING, Member, is_worker
+from baton.cluster.fleet import CONTROLLER, DRAINING, EndedProcesses, Member, is_worker
 from baton.cluster.fleet_manager import LEARNING_SECONDS, FleetManager
 from baton.cluster.planning import PlanRounds, run_planner
 from baton.cluster.preflight import gpus_of
@@ -37,9 +36,6 @@ from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
 
 log = logging.getLogger(__name__)
-
-REMEMBERED_AGENTS = 256
-"""Ended processes that routers are notified of."""
 
 RECONCILE_SECONDS = 1.0
 
@@ -70,7 +66,7 @@ class Controller:
         self._tether = tether
         self._untethered = 0  # consecutive checks
         self._deadlines: dict[str, float] = {}  # of workers that drain
-        self._ended: deque[str] = deque(maxlen=REMEMBERED_AGENTS)
+        self._ended = EndedProcesses()
         on_gpus = gpus_of(config, Role.DECODE, gpus) > 0
         rounds = PlanRounds(config, gpus=on_gpus) if config.planner.enabled else None
         self._membership = MembershipService(rounds.report if rounds else lambda report: None)
@@ -89,8 +85,9 @@ class Controller:
         if member.role and member.worker_id not in manager.fleet.workers:
             return  # it is about to be ended
         before = manager.members.report(member)
-        if before and before.agent not in ("", member.agent):
-            self._ended.append(before.agent)
+        if before:
+            self._ended.note_report(before, member)
+        self._ended.judge(member.verdicts)
         if member.progress == DRAINING:
             manager.changed.set()
         if manager.has_learned:
@@ -120,6 +117,9 @@ class Controller:
         if self._is_untethered(there):
             await self._end(workers)
         await manager.follow_members()
+        nodes = await asyncio.to_thread(ray.nodes)
+        gone = {node["NodeID"] for node in nodes if not node["Alive"]}
+        self._ended.note_lost_nodes(gone, manager.members.latest.values())
         latest = time.monotonic() + self._drain_seconds
         retiring = manager.fleet.retiring
         self._deadlines = {name: self._deadlines.get(name, latest) for name in retiring}
@@ -170,7 +170,10 @@ class Controller:
             for each in self._manager.members.latest.values()
             if each.role and each.address
         ]
-        await self._membership.publish(pb.Members(workers=serving, ended_agents=self._ended))
+        ended = self._ended
+        await self._membership.publish(
+            pb.Members(workers=serving, ended_agents=ended.agents, verdicts=ended.verdicts)
+        )
 
     def _serve(self, control: ControlService, address: str, identity: Identity | None) -> None:
         options = [

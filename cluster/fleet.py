@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 
 from baton.core.types import Role
 from baton.planner.sizing import NONE, Pools, other
+from baton.v1.worker_pb2 import Verdict
 
 CONTROLLER = "controller"
 """The controller's name in the cluster's Ray namespace."""
@@ -30,6 +31,9 @@ DRAINING = "draining"
 
 DRAINED = "drained"
 """Progress of a worker that has drained and ended, and must not come back."""
+
+REMEMBERED_PROCESSES = 256
+"""Ended processes that routers are notified of."""
 
 SILENT_SECONDS = 10.0
 """A member that has not reported for this long does not count as serving."""
@@ -153,6 +157,9 @@ class Member:
     started: str = ""  # in how many seconds, and what took them
     agent: str = ""  # a serving worker's transport agent, another one after a restart
     requests: int = 0  # a worker's, running or waiting
+    incarnation: int = 0  # a worker's process, as in its Welcome
+    node: str = ""  # Ray's name of the node
+    verdicts: tuple[Verdict, ...] = ()  # on other processes of workers on its node
 
 
 def router_name(index: int) -> str:
@@ -205,3 +212,33 @@ class MemberTable:
         if member is None or not member.address:
             return False
         return self._clock() - self._reported_at[name] <= SILENT_SECONDS
+
+
+class EndedProcesses:
+    """What is known of the latest processes of workers that have ended."""
+
+    def __init__(self) -> None:
+        self.agents: deque[str] = deque(maxlen=REMEMBERED_PROCESSES)
+        self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED_PROCESSES)
+        # The last reports of processes whose workers are on another node now.
+        self._left: deque[Member] = deque(maxlen=REMEMBERED_PROCESSES)
+
+    def note_report(self, before: Member, now: Member) -> None:
+        """A worker's report, and the one before it."""
+        if before.agent not in ("", now.agent):
+            self.agents.append(before.agent)
+        if before.node != now.node:
+            self._left.append(before)
+
+    def judge(self, verdicts: Iterable[Verdict]) -> None:
+        """The first verdict on a process stands."""
+        judged = {each.incarnation for each in self.verdicts}
+        self.verdicts.extend(each for each in verdicts if each.incarnation not in judged)
+
+    def note_lost_nodes(self, nodes: Set[str], members: Iterable[Member]) -> None:
+        """Nobody reads the records there, so no request is convicted or acquitted."""
+        self.judge(
+            Verdict(incarnation=each.incarnation, ended="its node is gone", crashed=True)
+            for each in (*self._left, *members)
+            if each.node in nodes
+        )

@@ -139,6 +139,11 @@ def clear_store() -> None:
         internal_kv._internal_kv_del(key, namespace=_namespace())
 
 
+def cluster_name() -> str:
+    """Among all clusters that ever run on this node."""
+    return f"{ray.get_runtime_context().gcs_address}/{_namespace()}"
+
+
 def _namespace() -> str:
     return str(ray.get_runtime_context().namespace)
 

@@ -15,13 +15,14 @@ import ray
 import uvloop
 
 from baton.cluster.fleet import CONTROLLER, DRAINED, DRAINING, Member
-from baton.cluster.ray_session import complete, load_fleet
+from baton.cluster.ray_session import cluster_name, complete, load_fleet
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError
 from baton.core.process import StartTimes, StopSignal, settle_memory
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
+from baton.worker.step_record import open_record
 
 if TYPE_CHECKING:
     from baton.router.server import RouterServer
@@ -48,7 +49,7 @@ class ServerThread:
         self._controller = ray.get_actor(CONTROLLER)
         self._loop = uvloop.new_event_loop()
         self._stopping = StopSignal()
-        self._serving = False
+        self.serving = False
         logging.basicConfig(level=self._config.log_level.upper())
         self._thread = threading.Thread(target=self._run, name=member.worker_id, daemon=True)
         self._thread.start()
@@ -56,7 +57,7 @@ class ServerThread:
     def stop(self) -> None:
         """Finishes requests within drain_seconds, and ends the server; returns when it has
         released everything. One that does not serve yet holds nothing, and may be killed."""
-        if self._serving:
+        if self.serving:
             self._loop.call_soon_threadsafe(self._stopping.requested.set)
             self._thread.join(self._config.drain_seconds + STOP_SECONDS)
 
@@ -92,12 +93,8 @@ class ServerThread:
 
     def _report(self, **changes: str | Role) -> None:
         """Reports this process to the controller, without waiting for it."""
-        requests = self._requests()
-        self._member = dataclasses.replace(self._member, requests=requests, **changes)  # type: ignore[arg-type]
+        self._member = dataclasses.replace(self._member, **changes)  # type: ignore[arg-type]
         self._controller.update.remote(self._member)
-
-    def _requests(self) -> int:
-        return 0
 
     async def _serve(self) -> bool:
         """Serves to the end. Returns whether a fresh process replaces this one."""
@@ -116,11 +113,14 @@ class WorkerThread(ServerThread):
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
         self._server: WorkerServer | None = None
+        # Before torch is imported: requests may wait for the verdict on the process before.
+        self._record = open_record(cluster_name())
         # The role it was made for, or has switched to before a restart.
         assert member.role is not None
         role = load_fleet().workers.get(member.worker_id, member.role)
         config = sized_for(configs.parse(tree), role, member.role)
-        super().__init__(configs.dump(config), dataclasses.replace(member, role=role))
+        node = ray.get_runtime_context().get_node_id()
+        super().__init__(configs.dump(config), dataclasses.replace(member, role=role, node=node))
 
     def drain(self) -> None:
         """Takes nothing new, finishes what runs, and ends for good."""
@@ -141,8 +141,15 @@ class WorkerThread(ServerThread):
         if self._server and self._member.progress not in (DRAINING, DRAINED):
             self._server.drain()
 
-    def _requests(self) -> int:
-        return self._server.requests if self._server else 0
+    def _report(self, **changes: str | Role) -> None:
+        self._record.judge_others()
+        self._member = dataclasses.replace(
+            self._member,
+            requests=self._server.requests if self._server else 0,
+            incarnation=self._record.incarnation,
+            verdicts=tuple(self._record.verdicts),
+        )
+        super()._report(**changes)
 
     async def _serve(self) -> bool:
         times = StartTimes()
@@ -160,11 +167,12 @@ class WorkerThread(ServerThread):
             on_role=lambda role: self._report(role=role),
             on_leaving=lambda: self._report(progress=DRAINING),
             times=times,
+            record=self._record,
         )
         host = self._member.host or ray.util.get_node_ip_address()
         await server.start(host, 0, metrics_port=0)
         self._server = server
-        self._serving = True
+        self.serving = True
         log.info("started in %s", times)
         self._report(
             progress="ready", address=server.address, agent=server.agent, started=str(times)
@@ -191,7 +199,7 @@ class RouterThread(ServerThread):
         server = RouterServer(self._config, self._member.worker_id)
         await server.start(self._controller_address)
         settle_memory()
-        self._serving = True
+        self.serving = True
         self._report(progress="waiting for workers")
         waiting = asyncio.ensure_future(self._report_when_ready(server))
         await server.serve_until(self._stopping)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.core.errors import InvalidSampling
-from baton.core.types import Sampling
+from baton.core.errors import InvalidGrammar, InvalidRequest, InvalidSampling, TokenOutOfRange
+from baton.core.types import Sampling, Work
 
 MAX_REQUEST_BYTES = 8 * 2**20
 """Of a gRPC message or an HTTP body: more than a million tokens, as text or as ids."""
@@ -109,3 +109,35 @@ def _check_bans(sampling: Sampling, prefix: str) -> None:
 def normalized(sampling: Sampling) -> Sampling:
     """top_p 0 becomes top_k 1."""
     return sampling if sampling.top_p else replace(sampling, top_k=1, top_p=1.0)
+
+
+def check_work(work: Work, vocabulary_size: int) -> None:
+    """Raises what is wrong with the work; returns when the engine can run it.
+
+    A router checks more, for users; this protects the engine from a faulty router.
+    """
+    if not work.prompt_tokens:
+        raise InvalidRequest("the prompt is empty", field="prompt")
+    if max(work.prompt_tokens) >= vocabulary_size:
+        raise TokenOutOfRange(
+            f"token id {max(work.prompt_tokens)} is outside the vocabulary of {vocabulary_size}",
+            field="token_ids",
+        )
+    if work.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
+    if work.answer_tokens >= min(len(work.prompt_tokens), work.max_tokens):
+        raise InvalidRequest(
+            "answer_tokens must be less than the prompt's length and max_tokens",
+            field="answer_tokens",
+        )
+    if max(work.logprobs or 0, work.prompt_logprobs or 0) > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"logprobs must be at most {MAX_TOP_LOGPROBS}", field="logprobs")
+    if len(work.grammar) > MAX_GRAMMAR:
+        raise InvalidGrammar(f"a grammar has at most {MAX_GRAMMAR} characters", field="grammar")
+    biased = max(dict(work.sampling.logit_bias), default=0)
+    if biased >= vocabulary_size:
+        raise TokenOutOfRange(
+            f"logit_bias names token {biased}, outside the vocabulary of {vocabulary_size}",
+            field="logit_bias",
+        )
+    checked(work.sampling)

@@ -76,9 +76,13 @@ class RouterConfig:
     )
     placement_timeout: PositiveFloat = key(30.0, "Seconds to wait for workers when there are none.")
     max_worker_deaths: PositiveInt = key(
-        2, "Attempts of one request that may end in a worker's death; then it fails."
+        2,
+        "Lost workers that nothing explains, after which a request runs alone; if it loses another"
+        " one then, it fails.",
     )
-    max_attempts: PositiveInt = key(8, "Attempts of one request in all.")
+    max_attempts: PositiveInt = key(
+        8, "Attempts of one request, without those that ended through no fault of its own."
+    )
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = key(
         "kv_aware",
         "Placement: by predicted time with cached pages (kv_aware), by load alone (least_loaded),"

@@ -21,6 +21,7 @@
     │   └── SlowReader           the caller did not receive its answer
     ├── Unavailable              no worker is available now
     │   ├── WorkerLost
+    │   ├── WorkerDrained        a worker hands back what it has; the request is sound
     │   └── LayoutMismatch
     ├── NotCached                only a cached answer was wanted, and there is none
     ├── DeadlineExceeded         a timeout
@@ -123,6 +124,9 @@ class Unavailable(BatonError, grpc_code="UNAVAILABLE", http_status=503): ...
 
 
 class WorkerLost(Unavailable): ...
+
+
+class WorkerDrained(Unavailable): ...
 
 
 class LayoutMismatch(Unavailable, grpc_code="FAILED_PRECONDITION", http_status=503): ...

@@ -152,6 +152,8 @@ class Work:
     prediction: Sequence[int] = ()
     # The lower, the earlier its worker serves it.
     priority: int = 0
+    # Whether it shares no step with other requests, since workers were lost under it.
+    alone: bool = False
     # Keys of the prompt's full pages (core/page_keys.py) in a router. Not sent to workers.
     page_keys: Sequence[bytes] = ()
 

@@ -41,6 +41,7 @@ def work_to(work: Work) -> pb.Work:
         prompt_logprobs=work.prompt_logprobs,
         prediction=work.prediction,
         priority=work.priority,
+        alone=work.alone,
     )
 
 
@@ -58,6 +59,7 @@ def work_from(message: pb.Work) -> Work:
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         prediction=tuple(message.prediction),
         priority=message.priority,
+        alone=message.alone,
     )
 
 

@@ -42,6 +42,7 @@ from baton.worker.outbox import CacheFeed, Outbox
 from baton.worker.phase import AnyPhase, phase_factory
 from baton.worker.ranks import EXIT_SECONDS, Ranks, has_second_tier, rank_settings
 from baton.worker.resources import claim_threads, lower_priority
+from baton.worker.step_record import StepRecord
 
 _GIGABYTE = 10**9
 # For pages to be written to files.
@@ -62,6 +63,7 @@ class Backend:
         outbox: Outbox,
         metrics: WorkerMetrics,
         times: StartTimes,
+        record: StepRecord,
         *,
         progress: ReportProgress,
         on_lost: Callable[[WorkerLost], object],
@@ -80,6 +82,7 @@ class Backend:
         self._outbox = outbox
         self._metrics = metrics
         self._times = times
+        self._record = record
         self._progress = progress
         self._on_lost = on_lost
         self._ranks: Ranks | None = None
@@ -126,7 +129,9 @@ class Backend:
 
     def _make_phase(self, role: Role) -> AnyPhase:
         make = phase_factory(role)
-        return make(self.engine, self.transfer, self._outbox, self._metrics, self._config)
+        return make(
+            self.engine, self.transfer, self._outbox, self._metrics, self._config, self._record
+        )
 
     def _lower_priority(self, role: Role) -> None:
         if self._device == "cpu" and role is Role.DECODE:

@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from baton.core import bounds
-from baton.core.bounds import MAX_GRAMMAR, MAX_TOP_LOGPROBS
 from baton.core.config import Config
 from baton.core.errors import (
     BatonError,
     Internal,
-    InvalidGrammar,
-    InvalidRequest,
     PromptTooLong,
-    TokenOutOfRange,
     Unavailable,
+    WorkerDrained,
 )
 from baton.core.types import AttemptKey, Role, Work
 from baton.core.wire import failed_to, work_from
@@ -42,6 +39,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
 from baton.worker.step_pipeline import Settled, StepPipeline
+from baton.worker.step_record import StepRecord
 
 Order = pb.Prefill | pb.Reserve | pb.Compute
 """A message that brings work."""
@@ -124,16 +122,18 @@ class Phase(ABC, Generic[AnyJob]):
         outbox: Outbox,
         metrics: WorkerMetrics,
         config: Config,
+        record: StepRecord,
     ) -> None:
         self._engine = engine
         self._pool = engine.pool
         self._transfer = transfer
         self._outbox = outbox
         self._metrics = metrics
-        self._steps = StepPipeline(engine, metrics)
+        self._steps = StepPipeline(engine, metrics, record)
         self._quarantine_share = config.quarantine_share
         self._draining = False
         self._jobs: dict[AttemptKey, AnyJob] = {}
+        self._alone: set[AttemptKey] = set()  # of the jobs, those that share no step
         self._leaving = HeldLeases(written=self.role is Role.DECODE)
         self._held = [self._leaving]
         self._set_up(config)
@@ -148,7 +148,8 @@ class Phase(ABC, Generic[AnyJob]):
             case "prefill" | "reserve" | "compute" as kind:
                 order: Order = getattr(message, kind)
                 if kind in self.accepted:
-                    self._accept(attachment, order, arrived)
+                    with self._steps.record.accepting(order.work.request_id):
+                        self._accept(attachment, order, arrived)
                 else:
                     self._refuse(attachment, order.work)
             case "release":
@@ -174,14 +175,30 @@ class Phase(ABC, Generic[AnyJob]):
     def step(self) -> bool:
         """Runs one step of the engine. False when there is nothing to run."""
         self._pool.lower.advance()
+        self._alone &= self._jobs.keys()
+        if self._alone:
+            self._advance({})  # nothing else is in flight beside them
         plan = self._plan()
         if not plan and not self._steps.any:
             return self._unblock()
         self._start(plan)
+        if self._alone:
+            plan = self._run_alone(plan)
+        self._advance(plan)
+        return True
+
+    def _run_alone(self, plan: Plan) -> Plan:
+        """Runs attempts that share no step, one after the other; returns the rest of the plan."""
+        alone = [sequence for sequence in plan if sequence.work.key in self._alone]
+        for sequence in alone:
+            self._advance({sequence: plan[sequence]})
+            self._advance({})
+        return {each: count for each, count in plan.items() if each not in alone}
+
+    def _advance(self, plan: Plan) -> None:
         for settled in self._steps.advance(plan):
             self._settle(settled)
         self._end_step(plan)
-        return True
 
     def load(self) -> pb.Load:
         """How busy the phase and its pool are; also written to the metrics."""
@@ -272,6 +289,8 @@ class Phase(ABC, Generic[AnyJob]):
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
+        if work.alone:
+            self._alone.add(work.key)
         job = self._jobs[work.key] = self._begin(work, order)
         job.attachment, job.queued_at = attachment, arrived
         job.set_guide(self._engine.guide(work))
@@ -306,7 +325,7 @@ class Phase(ABC, Generic[AnyJob]):
             raise self._drained()
         if fault := self._quarantine_fault(self._quarantined):
             raise Unavailable(fault)
-        check_work(work, self._engine.architecture.vocabulary_size)
+        bounds.check_work(work, self._engine.architecture.vocabulary_size)
         answer = work.tokens_wanted if self.role is Role.DECODE else 0
         most_tokens = len(work.prompt_tokens) + answer
         if most_tokens > self._engine.context_length:
@@ -316,13 +335,13 @@ class Phase(ABC, Generic[AnyJob]):
                 field="prompt",
             )
 
-    def _drained(self) -> Unavailable:
-        return Unavailable(f"the {self.role.value} worker is being drained")
+    def _drained(self) -> WorkerDrained:
+        return WorkerDrained(f"the {self.role.value} worker is being drained")
 
     def _refuse(self, attachment: int, work: pb.Work) -> None:
         """Fails a request for the other role, from a router that does not know of the role
         switch yet."""
-        error = Unavailable(f"the worker's role has changed to {self.role.value}")
+        error = WorkerDrained(f"the worker's role has changed to {self.role.value}")
         key = AttemptKey(work.request_id, work.epoch)
         self._outbox.send(attachment, failed_to(key, error))
 
@@ -339,7 +358,9 @@ class Phase(ABC, Generic[AnyJob]):
 
 
 AnyPhase = Phase[Any]
-PhaseFactory = Callable[[Engine, TransferThread, Outbox, WorkerMetrics, Config], AnyPhase]
+PhaseFactory = Callable[
+    [Engine, TransferThread, Outbox, WorkerMetrics, Config, StepRecord], AnyPhase
+]
 
 _CLASSES = {
     Role.PREFILL: ("baton.prefill_worker.prefill_phase", "PrefillPhase"),
@@ -350,35 +371,3 @@ _CLASSES = {
 def phase_factory(role: Role) -> PhaseFactory:
     module, name = _CLASSES[role]
     return cast(PhaseFactory, getattr(importlib.import_module(module), name))
-
-
-def check_work(work: Work, vocabulary_size: int) -> None:
-    """Raises what is wrong with the work; returns when the engine can run it.
-
-    A router checks more, for users; this protects the engine from a faulty router.
-    """
-    if not work.prompt_tokens:
-        raise InvalidRequest("the prompt is empty", field="prompt")
-    if max(work.prompt_tokens) >= vocabulary_size:
-        raise TokenOutOfRange(
-            f"token id {max(work.prompt_tokens)} is outside the vocabulary of {vocabulary_size}",
-            field="token_ids",
-        )
-    if work.max_tokens < 1:
-        raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
-    if work.answer_tokens >= min(len(work.prompt_tokens), work.max_tokens):
-        raise InvalidRequest(
-            "answer_tokens must be less than the prompt's length and max_tokens",
-            field="answer_tokens",
-        )
-    if max(work.logprobs or 0, work.prompt_logprobs or 0) > MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"logprobs must be at most {MAX_TOP_LOGPROBS}", field="logprobs")
-    if len(work.grammar) > MAX_GRAMMAR:
-        raise InvalidGrammar(f"a grammar has at most {MAX_GRAMMAR} characters", field="grammar")
-    biased = max(dict(work.sampling.logit_bias), default=0)
-    if biased >= vocabulary_size:
-        raise TokenOutOfRange(
-            f"logit_bias names token {biased}, outside the vocabulary of {vocabulary_size}",
-            field="logit_bias",
-        )
-    bounds.checked(work.sampling)

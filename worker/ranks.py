@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -102,6 +103,10 @@ def rank_settings(
 
 def has_second_tier(config: Config) -> bool:
     return config.prefix_cache and bool(config.cache.host_memory or config.cache.files)
+
+
+class RankKilled(WorkerLost):
+    """A rank was killed from outside, as if its worker had been."""
 
 
 class Ranks:
@@ -211,7 +216,8 @@ class Ranks:
         code = process.wait()
         if self._closing:
             return
-        error = WorkerLost(f"{name} of this worker has ended ({code})")
+        kind = RankKilled if code == -signal.SIGKILL else WorkerLost
+        error = kind(f"{name} of this worker has ended ({code})")
         with suppress(InvalidStateError):  # another rank ended first
             self._lost.set_result(error)
             log.error("%s", error)

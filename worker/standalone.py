@@ -15,6 +15,7 @@ from baton.core.errors import BatonError
 from baton.core.process import StartTimes, process_began, set_up_logging, stop_on_signals
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
+from baton.worker.step_record import StepRecord, open_record
 
 if TYPE_CHECKING:
     from baton.worker.worker_server import WorkerServer
@@ -29,11 +30,13 @@ def main(role: Role) -> None:
         set_up_logging(config.log_level)
         claim_threads(config, role)
         times.mark("command")
+        port = config.pool(role).port if arguments.port is None else arguments.port
+        record = _open_record(config, role, port)
         from baton.worker.worker_server import WorkerServer
 
         worker_id = arguments.name or f"{role.value}-0"
-        server = WorkerServer(config, role, worker_id, times=times)
-        uvloop.run(_run(server, config, role, arguments.port, arguments.metrics_port))
+        server = WorkerServer(config, role, worker_id, times=times, record=record)
+        uvloop.run(_run(server, config, role, port, arguments.metrics_port))
     except BatonError as error:
         sys.exit(f"{role.value}_worker: {error.message}")
 
@@ -47,12 +50,16 @@ def _parse(role: Role) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _open_record(config: Config, role: Role, port: int) -> StepRecord:
+    """Its scope is its address: what routers know it by, before and after a restart."""
+    return open_record(f"{config.pool(role).host}:{port}") if port else StepRecord()
+
+
 async def _run(
-    server: WorkerServer, config: Config, role: Role, port: int | None, metrics_port: int | None
+    server: WorkerServer, config: Config, role: Role, port: int, metrics_port: int | None
 ) -> None:
     stopping = stop_on_signals()
-    section = config.pool(role)
-    await server.start(section.host, section.port if port is None else port, metrics_port)
+    await server.start(config.pool(role).host, port, metrics_port)
     if server.metrics_address:
         print(f"metrics on {server.metrics_address}", flush=True)
     print(f"started in {server.times}", flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError
@@ -18,6 +18,7 @@ from baton.engine.second_tier import second_tier_of
 from baton.engine.sequence import Sequence
 from baton.engine.step import Checked, Drawn, FinishedStep, InFlightStep, Outcome, Plan
 from baton.worker.metrics import WorkerMetrics
+from baton.worker.step_record import StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,11 @@ class _Launched:
 
 
 class StepPipeline:
-    def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
+    def __init__(self, engine: Engine, metrics: WorkerMetrics, record: StepRecord) -> None:
         self._engine = engine
         self._metrics = metrics
         self.on_step: Callable[[int, float], None] | None = None  # gets rows and seconds of each
+        self.record = record
         self._launched: deque[_Launched] = deque()
 
     @property
@@ -56,19 +58,25 @@ class StepPipeline:
         """When the step launched last will have ended; None if the device is idle."""
         return self._launched[-1].step.ended if self._launched else None
 
-    def advance(self, plan: Plan) -> list[Settled]:
-        """Launches the plan's step and settles those before it. Without a plan, settles all."""
+    def advance(self, plan: Plan) -> Iterator[Settled]:
+        """Launches the plan's step and settles those before it. Without a plan, settles all.
+
+        A step ends in the record when the caller has committed all that it did.
+        """
         if plan:
-            rows = sum(count + len(sequence.guesses) for sequence, count in plan.items())
-            began = time.monotonic()
-            step = launch(self._engine, plan)
-            computed = [sequence.computed for sequence in plan]
-            self._launched.append(_Launched(plan, rows, computed, step, began))
+            self._launch(plan)
         in_flight = plan and not isinstance(self._launched[-1].step, FinishedStep)
-        settled: list[Settled] = []
         while len(self._launched) > (1 if in_flight else 0):
-            settled += self._settle(self._launched.popleft())
-        return settled
+            yield from self._settle(self._launched.popleft())
+            self.record.end()
+
+    def _launch(self, plan: Plan) -> None:
+        rows = sum(count + len(sequence.guesses) for sequence, count in plan.items())
+        began = time.monotonic()
+        self.record.begin(list(plan))
+        step = launch(self._engine, plan)
+        computed = [sequence.computed for sequence in plan]
+        self._launched.append(_Launched(plan, rows, computed, step, began))
 
     def _settle(self, launched: _Launched) -> list[Settled]:
         plan, outcomes = launched.plan, launched.step.wait()

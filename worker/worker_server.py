@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +50,8 @@ from baton.worker.engine_thread import (
 )
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
+from baton.worker.ranks import RankKilled
+from baton.worker.step_record import StepRecord
 from baton.worker.worker_service import WorkerService
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,10 @@ class WorkerServer:
         on_role: Callable[[Role], None] = lambda role: None,
         on_leaving: Callable[[], None] = lambda: None,
         times: StartTimes | None = None,
+        record: StepRecord | None = None,
     ) -> None:
         """`on_role` is called after a role switch, `on_leaving` when the worker is told to drain
-        and leave for good. `times` has been kept since the start of the process."""
+        and leave for good. `times` and `record` have been kept since the start of the process."""
         self._config = config
         self._role = role
         self._worker_id = worker_id
@@ -82,7 +84,7 @@ class WorkerServer:
         self._on_leaving = on_leaving
         self.times = times or StartTimes()
         self.times.mark("imports")
-        self._incarnation = secrets.randbits(64)
+        self._record = record or StepRecord()
         self._inbox = EngineInbox()
         self._metrics = WorkerMetrics(worker_id, role)
         # Whether it was drained to be restarted.
@@ -109,6 +111,7 @@ class WorkerServer:
             self._outbox,
             self._metrics,
             self.times,
+            self._record,
             progress=self._progress,
             on_lost=lambda error: loop.call_soon_threadsafe(self._fail, error),
         )
@@ -165,6 +168,7 @@ class WorkerServer:
         await asyncio.to_thread(self._backend.close, for_good=for_good)
         if self._failure.done():
             self._failure.result()
+        self._record.close()
 
     def drain(self, restart: bool = False) -> None:
         """Makes `serve_until` return once all requests have ended or were handed back."""
@@ -230,6 +234,7 @@ class WorkerServer:
     async def _watch_health(self) -> None:
         while True:
             await self._report_health()
+            self._record.note_oom_kills()
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def _report_health(self) -> None:
@@ -251,6 +256,8 @@ class WorkerServer:
             self._failure.result()
 
     def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, RankKilled):
+            self._record.crash(error)
         if not self._failure.done():
             self._failure.set_exception(error)
         self._drained.set()
@@ -285,7 +292,7 @@ class WorkerServer:
         engine = self._backend.engine
         return pb.Welcome(
             worker_id=self._worker_id,
-            incarnation=self._incarnation,
+            incarnation=self._record.incarnation,
             role=role_to(self._role),
             protocol=PROTOCOL,
             model=model_store.model_name(self._config),
@@ -295,4 +302,5 @@ class WorkerServer:
             draining=self._draining,
             cache_root=engine.pool.root or b"",
             metrics_address=self.metrics_address,
+            verdicts=self._record.verdicts,
         )

@@ -288,6 +288,7 @@ class Members(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     ENDED_AGENTS_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Every worker that has registered and not left."""
@@ -298,15 +299,20 @@ class Members(_message.Message):
         hold pages for their writes.
         """
 
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Verdict]:
+        """How the latest ended worker processes ended, as others found."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___Member] | None = ...,
         ended_agents: _abc.Iterable[_builtins.str] | None = ...,
+        verdicts: _abc.Iterable[_worker_pb2.Verdict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agents", b"ended_agents", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agents", b"ended_agents", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

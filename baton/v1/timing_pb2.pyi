@@ -221,6 +221,7 @@ class AnswerTiming(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
     RESPONSE_CACHE_FIELD_NUMBER: _builtins.int
+    RETRY_REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The answer, from 0."""
     prefill_worker: _builtins.str
@@ -253,6 +254,8 @@ class AnswerTiming(_message.Message):
     """Of completion_tokens, those that were guessed (speculation)."""
     rejected_tokens: _builtins.int
     """Tokens that were guessed, checked and wrong."""
+    retry_reason: _builtins.str
+    """Why there was another attempt, the last time; empty when there was one only."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
         """Where the time went."""
@@ -286,10 +289,11 @@ class AnswerTiming(_message.Message):
         accepted_tokens: _builtins.int = ...,
         rejected_tokens: _builtins.int = ...,
         response_cache: Global___ResponseCache | None = ...,
+        retry_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["response_cache", b"response_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "completion_tokens", b"completion_tokens", "decode_worker", b"decode_worker", "end_to_end_seconds", b"end_to_end_seconds", "index", b"index", "longest_gap_seconds", b"longest_gap_seconds", "phases", b"phases", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason_code", b"reason_code", "rejected_tokens", b"rejected_tokens", "response_cache", b"response_cache", "transferred_bytes", b"transferred_bytes", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "completion_tokens", b"completion_tokens", "decode_worker", b"decode_worker", "end_to_end_seconds", b"end_to_end_seconds", "index", b"index", "longest_gap_seconds", b"longest_gap_seconds", "phases", b"phases", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason_code", b"reason_code", "rejected_tokens", b"rejected_tokens", "response_cache", b"response_cache", "retry_reason", b"retry_reason", "transferred_bytes", b"transferred_bytes", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -292,6 +292,7 @@ class Welcome(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     CACHE_ROOT_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name in the cluster."""
     incarnation: _builtins.int
@@ -322,6 +323,12 @@ class Welcome(_message.Message):
     def pool(self) -> _transfer_pb2.PoolAddress:
         """The address and layout of its pages."""
 
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
+        """How other processes of workers ended, earlier ones of this worker among
+        them, where they left a record on its node.
+        """
+
     def __init__(
         self,
         *,
@@ -336,14 +343,55 @@ class Welcome(_message.Message):
         draining: _builtins.bool = ...,
         cache_root: _builtins.bytes = ...,
         metrics_address: _builtins.str = ...,
+        verdicts: _abc.Iterable[Global___Verdict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "verdicts", b"verdicts", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class Verdict(_message.Message):
+    """How a process of a worker ended, from the record that it left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    CRASHED_FIELD_NUMBER: _builtins.int
+    SUSPECTS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The process, as in its Welcome."""
+    ended: _builtins.str
+    """How it ended, for people."""
+    crashed: _builtins.bool
+    """Whether it crashed. A process that was killed or stopped from outside
+    accuses nobody.
+    """
+    @_builtins.property
+    def suspects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where it crashed: the requests in the step under way. Empty where the
+        record names none; then any request there may be the cause.
+        """
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        ended: _builtins.str = ...,
+        crashed: _builtins.bool = ...,
+        suspects: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed", b"crashed", "ended", b"ended", "incarnation", b"incarnation", "suspects", b"suspects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):
@@ -741,6 +789,7 @@ class Work(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, unique among the router's live requests."""
     epoch: _builtins.int
@@ -765,6 +814,10 @@ class Work(_message.Message):
     """
     priority: _builtins.int
     """The lower, the earlier the worker serves it among those that it has."""
+    alone: _builtins.bool
+    """Whether it shares no step with other requests, since workers were lost
+    under it: if it crashes the next one, the record of that step proves it.
+    """
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt and, after it, the answer of earlier attempts."""
@@ -799,10 +852,11 @@ class Work(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
         priority: _builtins.int = ...,
+        alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prediction", b"prediction", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "alone", b"alone", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prediction", b"prediction", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
-from baton.router.placement.placement import Placement
+from baton.router.placement.placement import Placement, Reason
 from baton.v1 import timing_pb2
 from baton.v1 import worker_pb2 as pb
 
@@ -66,6 +66,7 @@ class AnswerLedger:
     response_cache: timing_pb2.ResponseCache | None = None  # where the answer came from it
     placement: Placement | None = None
     attempts: int = 0
+    retry_reason: str = ""  # of the last attempt but the first
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
@@ -94,6 +95,8 @@ class AnswerLedger:
     def place(self, placement: Placement) -> None:
         """An attempt begins."""
         self.attempts += 1
+        if placement.code is Reason.RETRY:
+            self.retry_reason = placement.reason
         if not self.first:
             self.placed = time.monotonic()
             self.placement = placement

@@ -113,6 +113,7 @@ def answer_timing(ledger: AnswerLedger, index: int, *, phases: bool = True) -> p
     timing = pb.AnswerTiming(
         index=index,
         attempts=ledger.attempts,
+        retry_reason=ledger.retry_reason,
         prompt_tokens=ledger.prompt_tokens,
         cached_tokens=ledger.cached_tokens,
         completion_tokens=ledger.tokens,

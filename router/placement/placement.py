@@ -20,7 +20,7 @@ class Suspicion(enum.Enum):
     NONE = enum.auto()
     # It has lost a worker.
     SUSPECT = enum.auto()
-    # It has lost several, each time beside other suspects: it must be the only one.
+    # It has lost several: it must be the only suspect.
     ALONE = enum.auto()
 
 

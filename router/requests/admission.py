@@ -20,7 +20,7 @@ from baton.core.errors import BatonError, DeadlineExceeded, Exhausted, LayoutMis
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
 from baton.router.placement.placer import Placer
-from baton.router.requests.attempt import RetryState
+from baton.router.requests.retries import RetryState
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 

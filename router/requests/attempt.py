@@ -1,6 +1,4 @@
-"""One answer's attempts: each on one pair of workers, until one reaches the end.
-
-An attempt:
+"""One attempt at one answer, on one pair of workers. retries.py has the attempts of an answer.
 
     start ─▶ Reserve to decode, Prefill to prefill, at the same moment
           ─▶ ticket from decode, passed on to prefill
@@ -10,37 +8,20 @@ An attempt:
 Where one token is wanted, only prefill is used; for a local prefill, only decode (Compute). However
 it ends, `release` releases what is still held on either side.
 
-An answer over all of its attempts (`RetryState`):
-
-    begin ─▶ attempt ─▶ finished
-      ▲         │
-      └─ retry ─┴─▶ failed: the request's own fault, or too many deaths or attempts
-
-What was emitted stays emitted: the next attempt prefills prompt and answer together and continues
-after them. Sampling is keyed by position and penalties know where the answer begins, so the tokens
-are those of an undisturbed run.
-
-A request that kills workers must fail, and those that merely were there must not. One that lost
-its share of workers in the company of other suspects gets one more attempt, on workers without
-another suspect.
-
 No I/O and no clock: every input returns what to do.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.core.errors import BatonError, DeadlineExceeded, Exhausted, PoisonRequest, WorkerLost
-from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Work
+from baton.core.errors import BatonError, DeadlineExceeded, WorkerDrained, WorkerLost
+from baton.core.types import FinishReason, Logprobs, Role, Work
 from baton.core.wire import failed_from, finish_from, logprobs_from, work_to
-from baton.router.placement.placement import Placement, Reason, Suspicion
+from baton.router.placement.placement import Placement
+from baton.router.requests.verdicts import Loss
 from baton.v1 import worker_pb2 as pb
-
-SHORTEST_DELAY_SECONDS = 0.02
-LONGEST_DELAY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +53,7 @@ class AttemptEnded:
 
     error: BatonError
     retry: bool  # another attempt may succeed
-    death: bool = False  # a worker died, or counts as dead
-    company: bool = False  # other suspects were there, each of which may have killed it
+    loss: Loss | None = None  # a worker died, or counts as dead
     hearsay: bool = False  # a worker reports another as lost, whose own stream is to confirm it
 
 
@@ -83,8 +63,7 @@ class LinkLost:
 
     worker_id: str
     reason: str
-    died: bool = True
-    company: bool = False  # several suspects were there
+    loss: Loss | None = None  # None when it ended or left in good order
 
 
 # A worker's message about one attempt, its part of a step, or the end of a link.
@@ -178,10 +157,12 @@ class Attempt:
         awaited = role is Role.PREFILL and not self.started
         if role not in self._held and not awaited:
             return []
-        if lost.died:
-            self._held.discard(role)
+        if lost.loss is None:
+            error: BatonError = WorkerDrained(f"worker {lost.worker_id} drained: {lost.reason}")
+            return [AttemptEnded(error, retry=True)]
+        self._held.discard(role)
         error = WorkerLost(f"worker {lost.worker_id} was lost: {lost.reason}")
-        return [AttemptEnded(error, retry=True, death=lost.died, company=lost.company)]
+        return [AttemptEnded(error, retry=True, loss=lost.loss)]
 
     def _deliver(self, reserved: pb.Reserved) -> list[Action]:
         """Passes the ticket on to prefill."""
@@ -242,78 +223,3 @@ def merged(tokens: list[Tokens]) -> Tokens:
         guessed=sum(each.guessed for each in tokens),
         accepted=sum(each.accepted for each in tokens),
     )
-
-
-class RetryState:
-    """What was emitted, what failed, and whether there is another attempt."""
-
-    def __init__(self, work: Work, *, max_deaths: int, max_attempts: int) -> None:
-        """With its `max_deaths`-th attempt that ends in a worker's death, the request fails."""
-        self.work = work  # of the next attempt; made once, since a prompt may be long
-        self.placements: list[Placement] = []
-        self.deaths = 0
-        self.delay = 0.0  # seconds to wait before the next attempt
-        self._first_work = work
-        self._max_deaths = max_deaths
-        self._max_attempts = max_attempts
-        self._emitted: list[int] = []
-        self._reason = ""  # of the next attempt
-        self._refusals = 0
-        self._alone = False
-
-    @property
-    def suspicion(self) -> Suspicion:
-        if self._alone:
-            return Suspicion.ALONE
-        return Suspicion.SUSPECT if self.deaths else Suspicion.NONE
-
-    @property
-    def is_retry(self) -> bool:
-        return bool(self.placements)
-
-    def begin(self, placement: Placement) -> Work:
-        """The next attempt starts there."""
-        if self._reason:
-            placement = dataclasses.replace(placement, reason=self._reason, code=Reason.RETRY)
-        self.placements.append(placement)
-        return self.work
-
-    def emitted(self, tokens: Tokens) -> None:
-        self._emitted += tokens.token_ids
-
-    def end(self, ended: AttemptEnded) -> BatonError | None:
-        """An attempt ended. Returns the request's error, or None when there is another attempt."""
-        self.deaths += ended.death
-        self._reason = ended.error.message
-        self.delay = self._next_delay(ended.error)
-        if not ended.retry:
-            return ended.error
-        if ended.death and self.deaths >= self._max_deaths:
-            if self._alone or not ended.company:
-                return PoisonRequest(
-                    f"{self.deaths} workers were lost while they ran this request, so it is not"
-                    f" retried; the last: {ended.error.message}"
-                )
-            self._alone = True
-        if len(self.placements) >= self._max_attempts:
-            return ended.error
-        self.work = self._next_work()
-        return None
-
-    def _next_work(self) -> Work:
-        first = self._first_work
-        return dataclasses.replace(
-            first,
-            key=AttemptKey(first.key.request_id, first.key.epoch + len(self.placements)),
-            prompt_tokens=[*first.prompt_tokens, *self._emitted],
-            answer_tokens=len(self._emitted),
-            # The prompt's log probabilities come with the first token.
-            prompt_logprobs=None if self._emitted else first.prompt_logprobs,
-        )
-
-    def _next_delay(self, error: BatonError) -> float:
-        """Backs off exponentially after a refusal for lack of pages."""
-        if not isinstance(error, Exhausted):
-            return 0.0
-        self._refusals += 1
-        return min(SHORTEST_DELAY_SECONDS * 2.0**self._refusals, LONGEST_DELAY_SECONDS)

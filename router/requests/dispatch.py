@@ -30,12 +30,13 @@ from baton.router.requests.attempt import (
     Attempt,
     AttemptEnded,
     AttemptEvent,
-    RetryState,
     Send,
     Tokens,
     merged,
 )
 from baton.router.requests.inbox import Inbox, Rounds
+from baton.router.requests.retries import RetryState
+from baton.router.requests.verdicts import Loss
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
@@ -86,7 +87,11 @@ class Dispatcher:
                 running.release()
             if ended is None:
                 return
-            self._retry(state, assignment, await self._confirmed(running, ended))
+            state.end(await self._confirmed(running, ended))
+            await self.membership.wait_until(
+                lambda: not state.awaits_verdict, config.placement_timeout
+            )
+            self._retry(state, assignment, ended)
             await asyncio.sleep(state.delay)
             answer.ledger.lose()
 
@@ -131,14 +136,14 @@ class Dispatcher:
         """Waits, where a worker reported another as lost, for that one's own stream to end."""
         if not ended.hearsay:
             return ended
-        await self.membership.wait_until(lambda: running.has_lost_a_worker, HEARSAY_SECONDS)
-        return replace(ended, death=running.has_lost_a_worker, company=running.has_company)
+        await self.membership.wait_until(lambda: running.loss is not None, HEARSAY_SECONDS)
+        return replace(ended, loss=running.loss)
 
     def _retry(self, state: RetryState, assignment: Assignment, ended: AttemptEnded) -> None:
         """Raises the request's error unless there is another attempt."""
         if isinstance(ended.error, WorkerLost) and assignment.prefill and assignment.decode:
             self.membership.pairs.reconnect(assignment.prefill, assignment.decode)
-        error = state.end(ended)
+        error = state.decide()
         if error is not None:
             raise error
         self.metrics.retried(ended.error)
@@ -175,14 +180,10 @@ class RunningAttempt:
         self._attempt = Attempt(work, assignment.placement, *agents)
 
     @property
-    def has_lost_a_worker(self) -> bool:
-        """Whether the process of one of its workers ended or cannot be reached."""
-        return [link.agent for link in self._assignment.links] != self._agents
-
-    @property
-    def has_company(self) -> bool:
-        """Whether other suspects are on its workers."""
-        return any(link.assigned.suspects for link in self._assignment.links)
+    def loss(self) -> Loss | None:
+        """Of one of its workers, whose process ended or cannot be reached."""
+        links = zip(self._assignment.links, self._agents, strict=True)
+        return next((link.loss for link, agent in links if link.agent != agent), None)
 
     def start(self) -> None:
         work, forecast = self._attempt.work, self._attempt.placement.forecast

@@ -60,6 +60,7 @@ class ControllerClient:
                         logged = None
                         membership.set_addresses(member.address for member in members.workers)
                         membership.note_ended(members.ended_agents)
+                        membership.note_verdicts(members.verdicts)
                 except grpc.aio.AioRpcError as error:
                     if logged != error.details():
                         logged = error.details()

@@ -31,6 +31,7 @@ from baton.core.wire import role_from, role_to
 from baton.router.placement.placement import Suspicion
 from baton.router.placement.worker_state import CacheIndex, PromptQueue
 from baton.router.requests.attempt import AttemptEvent, LinkLost
+from baton.router.requests.verdicts import Loss
 from baton.router.workers.link_state import (
     AssignedRequests,
     BusyShare,
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2
 RECONNECT_SECONDS = 1.0
+CLOSED = "the worker closed the stream"
 
 Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 Sink: TypeAlias = Callable[[AttemptEvent], None]
@@ -70,6 +72,7 @@ class WorkerLink:
         self._identity = identity
         self.address = address
         self.fault = ""  # why the stream broke
+        self.loss: Loss | None = None  # the last; None where the worker closed the stream
         self.leaving = False  # no longer a member: it gets nothing new
         self.prompts = PromptQueue()
         self.assigned = AssignedRequests(config.worker_backlog)
@@ -164,7 +167,7 @@ class WorkerLink:
 
     def abandon(self, reason: str) -> None:
         """Migrates every request there, though the worker lives."""
-        self._notify_attempts(LinkLost(self.worker_id, reason, died=False))
+        self._notify_attempts(LinkLost(self.worker_id, reason))
 
     def fence(self) -> None:
         """Another worker was lost, and maybe this one too: a request that lost a worker is sent
@@ -220,12 +223,12 @@ class WorkerLink:
         hello = pb.Hello(router_id=self._router_id, protocol=PROTOCOL)
         tasks: list[asyncio.Task[str]] = []
         reason = "this router ended the stream"
+        config = self._config
+        heartbeat = Heartbeat(
+            config.ping_seconds, config.frozen_seconds, config.engine_stall_seconds
+        )
         try:
             await call.write(pb.RouterMessage(hello=hello))
-            config = self._config
-            heartbeat = Heartbeat(
-                config.ping_seconds, config.frozen_seconds, config.engine_stall_seconds
-            )
             work = (self._read(call, heartbeat), self._write(call), self._beat(heartbeat))
             tasks = [asyncio.ensure_future(each) for each in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -238,7 +241,10 @@ class WorkerLink:
         finally:
             await cancel_all(*tasks)
             call.cancel()
-            self._lose(reason)
+            process = self.welcome.incarnation if self.welcome else 0
+            # Whatever ends a worker whose engine hangs acquits nobody.
+            loss = Loss(0 if heartbeat.is_stalled else process)
+            self._lose(reason, None if reason == CLOSED else loss)
         self._note_fault(reason)
 
     async def _read(self, call: Call, heartbeat: Heartbeat) -> str:
@@ -246,7 +252,7 @@ class WorkerLink:
             heartbeat.message_received()
             if not self._receive(cast(pb.WorkerMessage, message), heartbeat):
                 break
-        return "the worker closed the stream"
+        return CLOSED
 
     async def _write(self, call: Call) -> str:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -343,15 +349,15 @@ class WorkerLink:
             log.warning("worker at %s: %s", self.address, fault)
             self._on_change(self)
 
-    def _lose(self, reason: str) -> None:
-        lost = LinkLost(self.worker_id, reason, company=self.assigned.suspects > 1)
+    def _lose(self, reason: str, loss: Loss | None) -> None:
+        self.loss = loss
         if self.welcome is not None:
             self._on_lost(self)
         self._reset()
         self.prompts.report(0)
         if self._switch and not self._switch.done():
             self._switch.set_exception(WorkerLost(f"worker {self.worker_id} was lost: {reason}"))
-        self._notify_attempts(lost)
+        self._notify_attempts(LinkLost(self.worker_id, reason, loss))
         self._on_change(self)
 
     def _notify_attempts(self, lost: LinkLost) -> None:

@@ -36,6 +36,15 @@ class Heartbeat:
         self._silent_pings = 0
         self._stalled_pings = 0
 
+    @property
+    def is_frozen(self) -> bool:
+        return self._silent_pings * self._ping_seconds > self._frozen_seconds
+
+    @property
+    def is_stalled(self) -> bool:
+        stalled = self._stalled_pings * self._ping_seconds > self._stall_seconds
+        return stalled and not self.is_frozen
+
     def message_received(self) -> None:
         self._silent_pings = 0
 
@@ -47,9 +56,9 @@ class Heartbeat:
         an empty string."""
         self._silent_pings += 1
         self._stalled_pings = self._stalled_pings + 1 if busy else 0
-        if self._silent_pings * self._ping_seconds > self._frozen_seconds:
+        if self.is_frozen:
             return f"it has not answered for {self._frozen_seconds:g} seconds"
-        if self._stalled_pings * self._ping_seconds > self._stall_seconds:
+        if self.is_stalled:
             return f"its engine has not reported for {self._stall_seconds:g} seconds"
         return ""
 

@@ -18,7 +18,9 @@ from baton.core.page_keys import PageNaming
 from baton.core.tasks import cancel_all
 from baton.core.tls import node_identity
 from baton.core.types import Role
+from baton.router.requests.verdicts import Losses
 from baton.router.workers.link import WorkerLink
+from baton.v1.worker_pb2 import Verdict
 
 LEAVING_POLL_SECONDS = 0.1
 REMEMBERED_AGENTS = 1024
@@ -38,6 +40,7 @@ class Membership:
         self._report_listeners: list[Callable[[WorkerLink], None]] = []
         self._known_names: dict[str, WorkerLink] | None = None  # None after any change
         self._ended_agents = EndedAgents()
+        self._losses = Losses()
         self.pairs = WorkerPairs(self)
 
     @property
@@ -87,7 +90,7 @@ class Membership:
                 self._config.router,
                 self._link_changed,
                 on_report=self._link_reported,
-                on_lost=self._ping_others,
+                on_lost=self._link_lost,
                 identity=self._identity,
             )
             self._links[address] = link
@@ -98,6 +101,11 @@ class Membership:
         """The processes of these transport agents have ended; notifies the workers."""
         self._ended_agents.add(agents)
         self._ended_agents.announce(self.links)
+
+    def note_verdicts(self, verdicts: Iterable[Verdict]) -> None:
+        """How processes of workers have ended; requests may wait to know."""
+        self._losses.judge(verdicts)
+        self.notify()
 
     async def stop(self) -> None:
         """Ends every link; the workers release what this router's requests hold."""
@@ -184,7 +192,9 @@ class Membership:
             await cancel_all(running)
             del self._tasks[link]
 
-    def _ping_others(self, lost: WorkerLink) -> None:
+    def _link_lost(self, lost: WorkerLink) -> None:
+        if lost.loss is not None:
+            self._losses.add(lost.loss)
         for link in self.links:
             if link is not lost:
                 link.fence()
@@ -195,6 +205,10 @@ class Membership:
 
     def _link_changed(self, link: WorkerLink) -> None:
         self._known_names = None
+        if link.welcome:
+            self._losses.judge(link.welcome.verdicts)
+            if link.reported:
+                self._losses.revive(link.welcome.incarnation)
         if link.welcome and not link.leaving and not self._is_namesake(link):
             self._ended_agents.note_start(link, self.links)
         self._ended_agents.announce(self.links)

@@ -120,6 +120,38 @@ def test_a_killed_prefill_worker_comes_back(serve: Serve) -> None:
     serve.wait_whole()
 
 
+def test_a_terminated_decode_worker_drains_and_comes_back(serve: Serve) -> None:
+    """Nothing is retried: the answer ends before the worker does."""
+    before = serve.worker("decode-0")
+    starts = len(re.findall("decode-0 +ready", serve.stdout))
+    with serve.client() as client:
+        stream = client.stream([7] * 20, max_tokens=60, ignore_eos=True)
+        next(iter(stream))
+        os.kill(before, signal.SIGTERM)
+        whole = stream.read()
+    assert (whole.usage.completion_tokens, len(whole.placements)) == (60, 1)
+    serve.wait_for("decode-0 +ready", starts + 1)
+    serve.wait_whole()
+    assert serve.worker("decode-0") != before
+
+
+@pytest.mark.fleet
+def test_a_stream_outlives_any_number_of_killed_workers(serve: Serve) -> None:
+    """Each new process reports to the controller that the one before was killed from outside."""
+    options = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
+    with serve.client() as client:
+        undisturbed = client.generate([7] * 20, **options)
+        stream = client.stream([7] * 20, **options)
+        tokens = iter(stream)
+        for _ in range(4):
+            for _ in range(4):
+                next(tokens)
+            kill_worker(serve, "decode-0")
+        whole = stream.read()
+    assert whole.token_ids == undisturbed.token_ids
+    assert len(whole.placements) == 5
+
+
 def test_a_killed_router_comes_back_on_its_port(serve: Serve) -> None:
     os.kill(serve.actor("RouterActor"), signal.SIGKILL)
     serve.wait_whole()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.core.errors import Internal
+from baton.core.errors import Internal, PoisonRequest, WorkerDrained, WorkerLost
 from baton.core.types import AttemptKey, Role
 from baton.decode_worker.decode_phase import DecodePhase
 from baton.engine.page_pool import Lease
@@ -14,12 +14,19 @@ from baton.kv_transfer.receiver import ReceiverState
 from baton.prefill_worker.prefill_phase import PrefillPhase
 
 from .fabric import Write
-from .router import SimulatedRequest
+from .router import MAX_DEATHS, SimulatedRequest
 from .worker import SimulatedWorker
 from .world import Violation
 
 if TYPE_CHECKING:
     from .cluster import Cluster
+
+
+MOST_CRASHES = MAX_DEATHS + 1
+"""Of workers, by one request."""
+
+UNLUCKY = {error.reason for error in (PoisonRequest, WorkerLost, WorkerDrained)}
+"""How no request fails that crashed nothing."""
 
 
 class Checks:
@@ -65,12 +72,18 @@ class Checks:
                 if not request.outcome:
                     raise Violation(f"{request.name} never ended")
                 broken = request.name in self._cluster.breaks_at
+                crashes = request.name in self._cluster.crashes_at
                 if request.outcome == Internal.reason and not broken:
                     raise Violation(f"{request.name} failed with another request")
+                if request.outcome in UNLUCKY and not crashes:
+                    raise Violation(f"{request.name} failed, though it crashed nothing")
                 self._counts[request.outcome] += 1
                 self._counts["retries"] += max(len(request.retries.placements) - 1, 0)
                 if not self._cluster.faults:
                     self._undisturbed(request)
+        crashes = self._counts["crashes"] - self._counts["crashes unseen"]
+        if crashes > MOST_CRASHES:
+            raise Violation(f"one request crashed {crashes} workers")
         for worker in self._cluster.workers.values():
             self._idle(worker)
         self._caches()

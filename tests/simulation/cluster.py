@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 
 from baton.core.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from baton.core.types import AttemptKey, Role, Sampling, Work
+from baton.v1.worker_pb2 import Verdict
 
 from .checks import Checks
 from .engine import VOCABULARY, Windows, reference
@@ -30,6 +32,8 @@ class Cluster:
     some heads of every page."""
 
     kind_of_faults = Faults
+    culprits = 0.1
+    """The share of seeds with a request that crashes workers."""
 
     def __init__(self, seed: int, *, split: bool = False, trace: bool = False) -> None:
         self.world = World(seed, trace=trace)
@@ -61,6 +65,10 @@ class Cluster:
         self.windows: Windows = Random(seed).choice(WINDOWS) if seed % 3 == 0 else (None,)
         # A request that no engine can compute from some position on.
         self.breaks_at = {"r0": draw.randint(1, 12)} if self.faults and draw.random() < 0.1 else {}
+        # A request that crashes every worker that computes some position.
+        culprit = Random(f"culprit {seed}")
+        crashes = self.faults and culprit.random() < self.culprits
+        self.crashes_at = {"r0": culprit.randint(0, 12)} if crashes else {}
         self.workers: dict[str, SimulatedWorker] = {}  # by name, the process that lives
         self.processes: dict[str, SimulatedWorker] = {}  # by agent, every process there was
         self._incarnations = itertools.count(1)
@@ -138,7 +146,8 @@ class Cluster:
         if self.faults and self.world.chance(0.15):
             self.world.after(self.world.random.random() * 0.2, lambda: router.cancel(request))
 
-    def start(self, name: str, role: Role) -> None:
+    def start(self, name: str, role: Role, verdicts: Sequence[Verdict] = ()) -> None:
+        """`verdicts` are those on the processes of that name before."""
         incarnation = next(self._incarnations)
         worker = SimulatedWorker(
             *(self.world, self.fabric, name, role, self.config),
@@ -148,11 +157,13 @@ class Cluster:
             incarnation=incarnation,
             second_tier=self.second_tier,
             shards=self.world.random.choice((1, 2, 2)) if self.split else 0,
+            verdicts=verdicts,
         )
         worker.on_crash = lambda: self._faults.kill(worker)
         for transport in worker.transports:
             self.processes[transport.agent] = worker
         worker.engine.breaks_at = self.breaks_at
+        worker.engine.crashes_at = self.crashes_at
         self.workers[name] = worker
         for router in self.routers:
             router.watch(name)

@@ -43,6 +43,10 @@ class SimulatedArchitecture:
     vocabulary_size: int = VOCABULARY
 
 
+class DeviceLost(RuntimeError):
+    """The engine's process cannot go on."""
+
+
 class SimulatedEngine:
     """Stands in for engine.Engine where a role uses it.
 
@@ -71,6 +75,8 @@ class SimulatedEngine:
         self._under_way: deque[_Flight] = deque()
         # By request: the position that it cannot be computed at.
         self.breaks_at: dict[str, int] = {}
+        # The position at which it crashes the process.
+        self.crashes_at: dict[str, int] = {}
 
     def guide(self, work: Work) -> None:
         """No request here has a grammar."""
@@ -89,8 +95,11 @@ class SimulatedEngine:
             self._under_way.popleft().run()
 
     def _check(self, sequence: Sequence, count: int) -> None:
-        breaks_at = self.breaks_at.get(sequence.work.key.request_id, self.context_length)
-        if sequence.computed <= breaks_at < sequence.computed + count:
+        name = sequence.work.key.request_id
+        step = range(sequence.computed, sequence.computed + count)
+        if self.crashes_at.get(name, self.context_length) in step:
+            raise DeviceLost(f"{name} crashes the device")
+        if self.breaks_at.get(name, self.context_length) in step:
             raise Internal("the logits are not numbers")
 
     def run(self, run: _Run) -> Outcome:

@@ -67,7 +67,10 @@ class Faults:
         if self._cluster.may_lose_workers and self._world.chance(0.3):
             return
         seconds = self._world.random.random() * 4
-        self._world.after(seconds, lambda: self._cluster.start(worker.worker_id, worker.kind))
+        verdicts = [*worker.record.verdicts, worker.verdict]
+        self._world.after(
+            seconds, lambda: self._cluster.start(worker.worker_id, worker.kind, verdicts)
+        )
 
     def _drain_worker(self) -> None:
         worker = self._some_worker()

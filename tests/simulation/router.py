@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from baton.core.errors import BatonError, Cancelled, WorkerLost
+from baton.core.errors import BatonError, Cancelled, Unavailable, WorkerLost
 from baton.core.types import AttemptKey, Role, Work
 from baton.core.wire import role_from
-from baton.router.placement.placement import FetchPlan, Placement, Snapshot
+from baton.router.placement.placement import FetchPlan, Placement, Snapshot, Suspicion
 from baton.router.placement.policy import choose
 from baton.router.requests.attempt import (
     Action,
@@ -17,10 +17,12 @@ from baton.router.requests.attempt import (
     AttemptEnded,
     AttemptEvent,
     LinkLost,
-    RetryState,
     Send,
     Tokens,
 )
+from baton.router.requests.retries import RetryState
+from baton.router.requests.verdicts import Loss, Losses
+from baton.router.workers.link_state import AssignedRequests
 from baton.v1 import worker_pb2 as pb
 from tests.support.snapshots import DecodeView, PrefillView, cluster
 
@@ -47,6 +49,7 @@ class Link:
     welcome: pb.Welcome | None = None
     asked: set[str] = field(default_factory=set)
     reaches: set[str] = field(default_factory=set)
+    assigned: AssignedRequests = field(default_factory=lambda: AssignedRequests(1 << 30))
 
     @property
     def agent(self) -> str:
@@ -69,6 +72,7 @@ class SimulatedRequest:
         self.expected = reference(work, windows)
         self.received: list[int] = []
         self.attempt: Attempt | None = None
+        self.suspicion = Suspicion.NONE  # of the attempt
         self.outcome = ""  # "finished", or the error's reason
         self.waits_since = 0.0
         self.events = 0
@@ -109,6 +113,7 @@ class SimulatedRouter:
         self._agents: dict[str, str] = {}  # the last one seen, by worker
         self._ended: list[str] = []  # agents of processes that have ended
         self._no_pair_since = 0.0
+        self._losses = Losses()
 
     def watch(self, worker_id: str) -> None:
         """Attaches to a worker, and again whenever the stream breaks."""
@@ -170,21 +175,29 @@ class SimulatedRouter:
         if self.dead or link.stream is not stream:
             return
         self._world.log(self.name, f"lost {link.worker_id}: {reason}")
+        loss = Loss(link.welcome.incarnation if link.welcome else 0)
+        self._losses.add(loss)
         link.stream = link.welcome = None
         link.asked.clear()
         link.reaches.clear()
         self._note_pair()
-        lost = LinkLost(link.worker_id, reason, died=died)
+        lost = LinkLost(link.worker_id, reason, loss if died else None)
+        culprits = self.requests.keys() & stream.worker.engine.crashes_at
         for request in list(self.requests.values()):
             attempt = request.attempt
             if attempt and link.worker_id in (attempt.placement.prefill, attempt.placement.decode):
+                culprits -= {request.name}
                 self._take(request, attempt, lost)
+        # The attempt had ended by then: its other worker was lost at the same moment.
+        self._world.counts["crashes unseen"] += stream.worker.crashed and bool(culprits)
         self._world.after(ATTACH_SECONDS, lambda: self.watch(link.worker_id))
 
     # Workers, and who reaches whom.
 
     def _greet(self, link: Link, welcome: pb.Welcome) -> None:
         link.welcome = welcome
+        self._losses.judge(welcome.verdicts)
+        self._losses.revive(welcome.incarnation)
         before = self._agents.get(link.worker_id, link.agent)
         self._agents[link.worker_id] = link.agent
         if before != link.agent:
@@ -225,7 +238,7 @@ class SimulatedRouter:
         if any(self._snapshot().prefill.reaches):
             self._no_pair_since = self._world.now
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self, suspicion: Suspicion = Suspicion.NONE) -> Snapshot:
         decode = list(self._attached(Role.DECODE))
         return cluster(
             prefill=[
@@ -233,10 +246,14 @@ class SimulatedRouter:
                     link.worker_id,
                     self._load(link),
                     frozenset(other.worker_id for other in decode if other.agent in link.reaches),
+                    link.assigned.admits(suspicion),
                 )
                 for link in self._attached(Role.PREFILL)
             ],
-            decode=[DecodeView(link.worker_id, self._load(link), 0) for link in decode],
+            decode=[
+                DecodeView(link.worker_id, self._load(link), 0, link.assigned.admits(suspicion))
+                for link in decode
+            ],
             local_prefill=self._world.now - self._no_pair_since > LOCAL_PREFILL_AFTER,
             turn=self.placed,
         )
@@ -252,10 +269,14 @@ class SimulatedRouter:
         if request.outcome or self.dead:
             return
         self._note_pair()
-        placed = choose(self._snapshot(), one_token=request.retries.work.tokens_wanted == 1)
+        snapshot = self._snapshot(request.retries.suspicion)
+        placed = choose(snapshot, one_token=request.retries.work.tokens_wanted == 1)
         if isinstance(placed, Placement):
             self._begin(request, placed)
-        elif self._world.now - request.waits_since > PLACEMENT_SECONDS:
+        elif (
+            isinstance(placed, Unavailable)
+            and self._world.now - request.waits_since > PLACEMENT_SECONDS
+        ):
             self._fail(request, placed)
         else:
             self._world.after(PLACEMENT_POLL_SECONDS, lambda: self._place(request))
@@ -265,6 +286,8 @@ class SimulatedRouter:
             raise Violation(f"{request.name} has two live attempts")
         self.placed += 1
         placement = self._with_fetch(placement)
+        request.suspicion = request.retries.suspicion
+        self._count_suspect(request, placement, +1)
         work = request.retries.begin(placement)
         holder = placement.fetch.holder if placement.fetch else ""
         names = placement.prefill, placement.decode, holder
@@ -273,6 +296,10 @@ class SimulatedRouter:
         self._world.log(self.name, f"{work.key} goes to {placement}")
         self._send(attempt, attempt.start())
         self._watch_silence(request, attempt)
+
+    def _count_suspect(self, request: SimulatedRequest, placement: Placement, change: int) -> None:
+        for name in filter(None, (placement.prefill, placement.decode)):
+            self.links[name].assigned.count_suspect(request.suspicion, change)
 
     def _with_fetch(self, placement: Placement) -> Placement:
         """Has prefill fetch from some decode worker. Whether it has anything is a guess, and so
@@ -327,7 +354,17 @@ class SimulatedRouter:
             prefill, decode = self.links[placement.prefill], self.links[placement.decode]
             if prefill.welcome and decode.welcome:
                 self._ask_again(prefill, decode.agent)
-        error = request.retries.end(ended)
+        request.retries.end(ended)
+        self._decide(request, self._world.now + PLACEMENT_SECONDS)
+
+    def _decide(self, request: SimulatedRequest, give_up_at: float) -> None:
+        """Waits for the verdict that decides over the request, where there is one to wait for."""
+        if request.outcome or self.dead:
+            return
+        if request.retries.awaits_verdict and self._world.now < give_up_at:
+            self._world.after(PLACEMENT_POLL_SECONDS, lambda: self._decide(request, give_up_at))
+            return
+        error = request.retries.decide()
         if error is not None:
             self._fail(request, error)
         else:
@@ -348,6 +385,7 @@ class SimulatedRouter:
     def _release(self, request: SimulatedRequest) -> None:
         attempt, request.attempt = request.attempt, None
         if attempt is not None:
+            self._count_suspect(request, attempt.placement, -1)
             self._send(attempt, attempt.release())
 
     def _send(self, attempt: Attempt, sends: list[Send]) -> None:

@@ -24,8 +24,9 @@ from baton.v1.transfer_pb2 import PoolLayout
 from baton.worker.engine_thread import Detached, FromRouter
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
+from baton.worker.step_record import StepRecord, judge
 
-from .engine import SimulatedEngine, SimulatedSpeculation, Windows
+from .engine import DeviceLost, SimulatedEngine, SimulatedSpeculation, Windows
 from .fabric import CELL_BYTES, HEADS, Fabric, SimulatedTransport, Write
 from .shard import RankLost, SimulatedShard
 from .streams import Stream
@@ -112,13 +113,18 @@ class SimulatedWorker:
         second_tier: bool = False,
         shards: int = 0,
         windows: Windows = (None,),
+        verdicts: Sequence[pb.Verdict] = (),
     ) -> None:
-        """With `shards`, the heads of its pages are split among so many processes."""
+        """With `shards`, the heads of its pages are split among so many processes. `verdicts` are
+        those on the processes before it."""
         self.world = world
         self.worker_id = worker_id
         self.kind = kind
         self.dead = False
         self.frozen = False
+        self.crashed = False
+        self.record = StepRecord()
+        self.record.verdicts.extend(verdicts)
         self.streams: dict[int, Stream] = {}
         self._engine_due = self._transfer_due = False
         # As on a CPU with digests, or as on a GPU without.
@@ -193,6 +199,8 @@ class SimulatedWorker:
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(
             worker_id=self.worker_id,
+            incarnation=self.record.incarnation,
+            verdicts=self.record.verdicts,
             role=role_to(self.kind),
             pool=self.transfer.pool_address,
             total_pages=self.engine.pool.total,
@@ -206,10 +214,16 @@ class SimulatedWorker:
             SimulatedOutbox(self.streams),
             QuietMetrics(self.world.counts),
             self._config,
+            self.record,
         )
         if isinstance(role, DecodePhase) and self._config.speculation != "off":
             role._scheduler._speculation = SimulatedSpeculation(self._windows)
         return role
+
+    @property
+    def verdict(self) -> pb.Verdict:
+        """On this process, once it has ended."""
+        return judge(self.record.memory, "", -1)
 
     # What reaches the process.
 
@@ -314,7 +328,15 @@ class SimulatedWorker:
                 self.role.on_detach(item.attachment)
             else:
                 self.role.on_transfer(item)
-        if self.role.step():
+        try:
+            busy = self.role.step()
+        except DeviceLost as error:
+            self.world.counts["crashes"] += 1
+            self.crashed = True
+            self.record.crash(error)
+            self.on_crash()
+            return
+        if busy:
             self._poke_engine()
         if self._becomes and self.role.settled:
             self._become(self._becomes)

@@ -10,11 +10,13 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preloaded"])
+_starting = threading.Lock()
 
 
 class Started:
@@ -61,15 +63,16 @@ class Forked:
 
 def _start(process: multiprocessing.process.BaseProcess) -> None:
     """The first call starts the process to fork, with this environment."""
-    before = dict(os.environ)
-    # Torch reads it once, at import.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    try:
-        process.start()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with _starting:
+        before = dict(os.environ)
+        # Torch reads it once, at import.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        try:
+            process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def _run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:

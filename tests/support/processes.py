@@ -62,6 +62,10 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def send(self, number: signal.Signals) -> None:
         if self._process.poll() is None:
             os.kill(self.pid, number)
@@ -83,7 +87,7 @@ class ProcessCluster:
 
     `tree` is the YAML configuration; `per_worker` overrides it for single workers, and `before`
     prefixes their commands. The router follows a `controller` if its address is given, else it
-    knows all workers.
+    knows all workers. Workers of another `module` than Baton's find their role by their name.
     """
 
     def __init__(
@@ -98,7 +102,9 @@ class ProcessCluster:
         before: dict[str, list[str]] | None = None,
         wait_ready: bool = True,
         controller: str = "",
+        module: str = "",
     ) -> None:
+        self._module = module
         self._workspace = workspace
         # In float32 a token does not depend on its batch, on any device.
         self._tree: dict[str, object] = {"model": str(model), "dtype": "float32", **(tree or {})}
@@ -142,7 +148,8 @@ class ProcessCluster:
         port = free_port() if port is None else port
         name = f"{role.value}-{index}"
         config = self._write_config(name, self._per_worker.get(name, {}))
-        arguments = [f"baton.{role.value}_worker", "--config", config, "--name", name]
+        module = self._module or f"baton.{role.value}_worker"
+        arguments = [module, "--config", config, "--name", name]
         ports = ["--port", str(port), "--metrics-port", "0"]
         worker = Process(self._workspace, name, [*arguments, *ports], self._how(role, name))
         self.workers[name] = worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,7 +24,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.answers_pings = True
         self.reports = True
         self.draining = False
+        self.closes = False  # ends its stream in good order, at the next message
         self.attached = 0  # streams so far
+        self.incarnation = secrets.randbits(60)
+        self.verdicts: list[pb.Verdict] = []  # on earlier processes
         self.received: list[pb.RouterMessage] = []
         self._role = role
         self._model = model
@@ -65,6 +69,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         try:
             async for message in requests:
                 self.received.append(message)
+                if self.closes:
+                    return
                 if message.HasField("ping") and self.answers_pings:
                     await self._write(context, pb.WorkerMessage(pong=pb.Pong()))
         finally:
@@ -86,6 +92,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     def _welcome(self) -> pb.Welcome:
         return pb.Welcome(
             worker_id=self.name,
+            incarnation=self.incarnation,
+            verdicts=self.verdicts,
             role=role_to(self._role),
             protocol=PROTOCOL,
             model=self._model,

@@ -16,7 +16,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placer import Placer
 from baton.router.requests.admission import Admission, Assignment, Place, WaitQueue
-from baton.router.requests.attempt import RetryState
+from baton.router.requests.retries import RetryState
 from baton.router.workers.membership import Membership
 
 PLACEMENT_SECONDS = 0.5

@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
+from baton.core.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    Internal,
+    Unavailable,
+    WorkerDrained,
+    WorkerLost,
+)
 from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Sampling, Work
 from baton.core.wire import failed_to, finish_to
 from baton.router.placement.placement import FetchPlan, Placement
@@ -16,9 +23,11 @@ from baton.router.requests.attempt import (
     Tokens,
     merged,
 )
+from baton.router.requests.verdicts import Loss
 from baton.v1 import worker_pb2 as pb
 
 KEY = AttemptKey("r", 3)
+LOSS = Loss()
 SPLIT = Placement("p0", "d0")
 LOCAL = Placement("", "d0")
 ONE_TOKEN = Placement("p0", "")
@@ -115,8 +124,8 @@ def test_token_one_counts_once() -> None:
         (SPLIT, [reserved(), first(7), step(8)], [Role.DECODE]),
         (SPLIT, [first(7, FinishReason.STOP)], [Role.DECODE]),
         (SPLIT, [reserved(), first(7), step(8, FinishReason.STOP)], []),
-        (SPLIT, [LinkLost("d0", "gone")], [Role.PREFILL]),
-        (SPLIT, [LinkLost("d0", "left", died=False)], [Role.PREFILL, Role.DECODE]),
+        (SPLIT, [LinkLost("d0", "gone", LOSS)], [Role.PREFILL]),
+        (SPLIT, [LinkLost("d0", "left")], [Role.PREFILL, Role.DECODE]),
         (ONE_TOKEN, [first(7, FinishReason.LENGTH)], []),
         (LOCAL, [step(7)], [Role.DECODE]),
     ],
@@ -146,11 +155,11 @@ def test_a_lost_worker_ends_the_attempt_only_while_it_is_needed(
 ) -> None:
     made = started()
     feed(made, *events)
-    actions = feed(made, LinkLost(lost, "gone"))
+    actions = feed(made, LinkLost(lost, "gone", LOSS))
     assert bool(actions) is ends
     for action in actions:
         assert isinstance(action, AttemptEnded)
-        assert (action.retry, action.death) == (True, True)
+        assert (action.retry, action.loss) == (True, LOSS)
         assert isinstance(action.error, WorkerLost)
 
 
@@ -169,21 +178,21 @@ def test_a_failure_says_whether_another_attempt_may_succeed(
 ) -> None:
     (ended,) = feed(started(), message)
     assert isinstance(ended, AttemptEnded)
-    assert (ended.retry, ended.death, ended.hearsay) == (retry, False, hearsay)
+    assert (ended.retry, ended.loss, ended.hearsay) == (retry, None, hearsay)
 
 
 def test_a_prefill_worker_whose_token_one_has_not_come_is_missed() -> None:
     made = started()
     assert feed(made, step(8)) == []
-    (ended,) = feed(made, LinkLost("p0", "killed"))
+    (ended,) = feed(made, LinkLost("p0", "killed", LOSS))
     assert isinstance(ended, AttemptEnded)
     assert ended.retry
 
 
 def test_a_worker_that_only_left_did_not_die() -> None:
-    (ended,) = feed(started(), LinkLost("d0", "left", died=False))
+    (ended,) = feed(started(), LinkLost("d0", "left"))
     assert isinstance(ended, AttemptEnded)
-    assert (ended.retry, ended.death) == (True, False)
+    assert (ended.retry, ended.loss, type(ended.error)) == (True, None, WorkerDrained)
 
 
 def test_waiting_too_long_is_final() -> None:

@@ -8,11 +8,11 @@ import pytest
 from http_bodies import chat, request
 
 from baton.core import bounds
+from baton.core.bounds import check_work
 from baton.core.errors import InvalidSampling
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.edges.grpc.protobuf import parse_request
 from baton.v1 import inference_pb2 as pb
-from baton.worker.phase import check_work
 
 WORK = Work(AttemptKey("id", 0), [1], Sampling(), 1, frozenset())
 BEYOND = 1e-3

@@ -66,7 +66,10 @@ async def test_a_silent_worker_is_lost_and_its_requests_are_notified() -> None:
         async with asyncio.timeout(10):
             lost = await inbox.get()
         assert isinstance(lost, LinkLost)
-        assert (lost.worker_id, lost.died) == ("decode-0", True)
+        assert lost.worker_id == "decode-0"
+        assert lost.loss is link.loss
+        assert lost.loss is not None
+        assert lost.loss.process == worker.incarnation
         assert "not answered" in lost.reason
         worker.answers_pings = worker.reports = True
         await until(lambda: usable(link))
@@ -84,9 +87,24 @@ async def test_an_engine_that_hangs_with_work_is_lost_though_pings_are_answered(
             lost = await inbox.get()
         assert isinstance(lost, LinkLost)
         assert "engine" in lost.reason
+        assert lost.loss is not None
+        assert not lost.loss.is_open, "whatever ends such a process acquits nobody"
         await until(lambda: welcomed(link))
         # It welcomes routers as before, but nothing is sent there.
         assert not link.usable
+
+
+async def test_a_worker_that_closes_its_stream_is_no_loss() -> None:
+    worker = ScriptedWorker()
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
+        link.open(KEY, inbox.put_nowait)
+        worker.closes = True
+        async with asyncio.timeout(10):
+            lost = await inbox.get()
+        assert isinstance(lost, LinkLost)
+        assert lost.loss is None
 
 
 async def test_an_idle_worker_that_reports_nothing_is_not_lost() -> None:

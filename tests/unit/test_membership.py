@@ -15,6 +15,7 @@ from baton.core.page_keys import page_keys
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.router.placement.placement import Placement, Policy, Reason, Suspicion
 from baton.router.placement.placer import Placer
+from baton.router.requests.verdicts import Finding, Loss
 from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
 
@@ -239,3 +240,51 @@ async def test_ended_agents_are_announced_again_on_a_new_stream(
     worker.answers_pings = worker.reports = False
     await until(lambda: is_told(2))
     await worker.stop()
+
+
+def loss_of(membership: Membership, name: str) -> Loss | None:
+    return next(link.loss for link in membership.links if link.worker_id == name)
+
+
+async def test_a_worker_that_answers_again_accuses_nobody() -> None:
+    quick = RouterConfig(ping_seconds=0.05, frozen_seconds=0.3)
+    async with cluster(quick) as (membership, _, workers):
+        workers["decode-0"].answers_pings = workers["decode-0"].reports = False
+
+        async def lost() -> bool:
+            return loss_of(membership, "decode-0") is not None
+
+        await until(lost)
+        loss = loss_of(membership, "decode-0")
+        assert loss is not None
+        assert loss.finding("r") is Finding.UNKNOWN
+        workers["decode-0"].answers_pings = workers["decode-0"].reports = True
+        await until(lambda: attached(membership))
+        assert loss.finding("r") is Finding.INNOCENT
+
+
+@pytest.mark.parametrize("way", ["welcome", "controller"])
+async def test_requests_learn_how_a_lost_process_ended(way: str) -> None:
+    quick = RouterConfig(ping_seconds=0.05, frozen_seconds=0.3)
+    async with cluster(quick) as (membership, _, workers):
+        worker = workers["decode-0"]
+        worker.answers_pings = worker.reports = False
+
+        async def judged() -> bool:
+            return loss is not None and loss.verdict is not None
+
+        async def lost() -> bool:
+            return loss_of(membership, "decode-0") is not None
+
+        await until(lost)
+        loss = loss_of(membership, "decode-0")
+        verdict = pb.Verdict(incarnation=worker.incarnation, crashed=True, suspects=["r"])
+        worker.incarnation += 1
+        if way == "welcome":
+            worker.verdicts = [verdict]
+        else:
+            membership.note_verdicts([verdict])
+        await until(judged)
+        assert loss is not None
+        assert loss.finding("r") is Finding.CULPRIT
+        assert loss.finding("other") is Finding.INNOCENT

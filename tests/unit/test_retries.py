@@ -2,24 +2,52 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost
+from baton.core.errors import (
+    BatonError,
+    Exhausted,
+    Internal,
+    PoisonRequest,
+    Unavailable,
+    WorkerDrained,
+    WorkerLost,
+)
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.placement.placement import Placement, Suspicion
-from baton.router.requests.attempt import AttemptEnded, RetryState, Tokens
+from baton.router.requests.attempt import AttemptEnded, Tokens
+from baton.router.requests.retries import RetryState
+from baton.router.requests.verdicts import Finding, Loss, Losses
+from baton.v1.worker_pb2 import Verdict
 
 SOMEWHERE = Placement("p0", "d0")
-DEATH = AttemptEnded(WorkerLost("worker d0 was lost"), retry=True, death=True)
-DRAINED = AttemptEnded(Unavailable("draining"), retry=True)
-DEATH_IN_COMPANY = AttemptEnded(
-    WorkerLost("worker d0 was lost"), retry=True, death=True, company=True
-)
+DRAINED = AttemptEnded(WorkerDrained("draining"), retry=True)
+REFUSED = AttemptEnded(Unavailable("quarantine"), retry=True)
 FULL = AttemptEnded(Exhausted("no room"), retry=True)
 FINAL = AttemptEnded(Internal("logits"), retry=False)
+KILLED = Verdict(ended="killed from outside")
+CRASHED = Verdict(ended="SIGSEGV", crashed=True)
+BY_US = Verdict(ended="SIGSEGV", crashed=True, suspects=["r"])
+AMONG_US = Verdict(ended="SIGSEGV", crashed=True, suspects=["r", "other"])
+BY_OTHERS = Verdict(ended="SIGSEGV", crashed=True, suspects=["other", "another"])
+
+
+def death(verdict: Verdict | None = None) -> AttemptEnded:
+    loss = Loss(process=7, verdict=verdict)
+    return AttemptEnded(WorkerLost("worker d0 was lost"), retry=True, loss=loss)
+
+
+DEATH = death()
 
 
 def retry_state(deaths: int = 2, attempts: int = 5) -> RetryState:
     work = Work(AttemptKey("r", 1), [1, 2, 3], Sampling(seed=9), 10, frozenset({4}))
     return RetryState(work, max_deaths=deaths, max_attempts=attempts)
+
+
+def attempt(request: RetryState, ended: AttemptEnded) -> BatonError | None:
+    """One attempt, and what follows where no verdict comes any more."""
+    request.begin(SOMEWHERE)
+    request.end(ended)
+    return request.decide()
 
 
 def test_the_first_attempt_is_the_request_itself() -> None:
@@ -33,6 +61,7 @@ def test_looking_at_the_next_attempt_copies_no_prompt() -> None:
     assert request.begin(SOMEWHERE) is request.work is work
     request.emitted(Tokens([7], None))
     request.end(DRAINED)
+    assert request.decide() is None
     retried = request.work
     assert request.begin(SOMEWHERE) is request.work is retried
 
@@ -42,7 +71,8 @@ def test_a_retry_continues_after_the_emitted_tokens() -> None:
     request.begin(SOMEWHERE)
     request.emitted(Tokens([7], None))
     request.emitted(Tokens([8, 9], None))
-    assert request.end(DEATH) is None
+    request.end(DEATH)
+    assert request.decide() is None
     work = request.begin(SOMEWHERE)
     assert (work.key, work.prompt_tokens) == (("r", 2), [1, 2, 3, 7, 8, 9])
     assert (work.answer_tokens, work.max_tokens, work.tokens_wanted) == (3, 10, 7)
@@ -51,31 +81,45 @@ def test_a_retry_continues_after_the_emitted_tokens() -> None:
 
 def test_placements_give_the_reason_of_each_attempt() -> None:
     request = retry_state()
-    request.begin(SOMEWHERE)
-    request.end(DEATH)
+    attempt(request, DEATH)
+    attempt(request, death())
     request.begin(Placement("p0", "d1"))
     assert [(item.decode, item.explanation) for item in request.placements] == [
         ("d0", "the least predicted time"),
-        ("d1", "worker d0 was lost"),
+        ("d0", "worker d0 was lost"),
+        ("d1", "worker d0 was lost; alone, since 2 workers were lost"),
     ]
 
 
 @pytest.mark.parametrize(
     ("ends", "error"),
     [
-        ([DEATH], None),
-        ([DEATH, DEATH], PoisonRequest),
-        ([DEATH_IN_COMPANY, DEATH_IN_COMPANY], None),
-        ([DEATH_IN_COMPANY, DEATH_IN_COMPANY, DRAINED], None),
-        ([DEATH_IN_COMPANY, DEATH_IN_COMPANY, DEATH], PoisonRequest),
-        ([DEATH_IN_COMPANY, DEATH_IN_COMPANY, DEATH_IN_COMPANY], PoisonRequest),
-        ([DRAINED, DRAINED, DRAINED, DRAINED], None),
-        ([DRAINED, DRAINED, DRAINED, DRAINED, DRAINED], Unavailable),
-        ([DEATH, DRAINED, FULL], None),
-        ([DEATH, DRAINED, DEATH], PoisonRequest),
+        ([death()], None),
+        ([death(), death()], None),
+        ([death(), death(), death()], PoisonRequest),
+        ([death(), death(), death(CRASHED)], None),
+        ([death(CRASHED)] * 4, None),
+        ([death(CRASHED)] * 5, WorkerLost),
+        ([death(), death(), DRAINED], None),
+        ([death(), death(), death(KILLED)], None),
+        ([death(), death(), death(KILLED), death()], PoisonRequest),
+        ([death(), death(), death(BY_OTHERS)], None),
+        ([death(), death(), death(AMONG_US)], None),
+        ([death(), death(), death(BY_US)], PoisonRequest),
+        ([death(BY_US)], None),
+        ([death(KILLED), death(BY_US)], None),
+        ([death(BY_US), death(BY_US)], PoisonRequest),
+        ([death(AMONG_US), death(BY_US)], PoisonRequest),
+        ([death(BY_US), death(KILLED)], None),
+        ([death(KILLED)] * 100, None),
+        ([DRAINED] * 100, None),
+        ([REFUSED] * 4, None),
+        ([REFUSED] * 5, Unavailable),
+        ([*[death(KILLED), DRAINED] * 50, *[REFUSED] * 4], None),
+        ([*[death(KILLED), DRAINED] * 50, *[REFUSED] * 5], Unavailable),
         ([FULL] * 5, Exhausted),
         ([FINAL], Internal),
-        ([DEATH, FINAL], Internal),
+        ([death(), FINAL], Internal),
     ],
 )
 def test_which_ends_are_final(ends: list[AttemptEnded], error: type[Exception] | None) -> None:
@@ -83,8 +127,7 @@ def test_which_ends_are_final(ends: list[AttemptEnded], error: type[Exception] |
     outcome = None
     for ended in ends:
         assert outcome is None
-        request.begin(SOMEWHERE)
-        outcome = request.end(ended)
+        outcome = attempt(request, ended)
     assert type(outcome) is (error or type(None))
 
 
@@ -92,18 +135,73 @@ def test_a_refused_request_backs_off_and_a_lost_one_does_not() -> None:
     request = retry_state(attempts=100)
     delays = []
     for ended in (DEATH, FULL, FULL, FULL, *[FULL] * 20):
-        request.begin(SOMEWHERE)
-        request.end(ended)
+        attempt(request, ended)
         delays.append(request.delay)
     assert delays[0] == 0.0
     assert 0.0 < delays[1] < delays[2] < delays[3] < delays[-1] == 1.0
 
 
-def test_a_request_that_lost_workers_among_suspects_is_retried_alone() -> None:
-    request = retry_state()
-    seen = [request.suspicion]
-    for _ in range(2):
+def test_a_request_that_lost_workers_runs_alone_until_a_verdict_acquits_it() -> None:
+    request, losses = retry_state(), [Loss(process) for process in (1, 2)]
+    known = Losses()
+    seen = [(request.suspicion, request.work.alone)]
+    for loss in losses:
+        known.add(loss)
+        attempt(request, AttemptEnded(WorkerLost("gone"), retry=True, loss=loss))
+        seen.append((request.suspicion, request.begin(SOMEWHERE).alone))
+    known.judge([Verdict(incarnation=2, ended="killed")])
+    seen.append((request.suspicion, request.begin(SOMEWHERE).alone))
+    known.revive(1)
+    seen.append((request.suspicion, request.begin(SOMEWHERE).alone))
+    assert seen == [
+        (Suspicion.NONE, False),
+        (Suspicion.SUSPECT, False),
+        (Suspicion.ALONE, True),
+        (Suspicion.SUSPECT, False),
+        (Suspicion.NONE, False),
+    ]
+
+
+def test_only_a_request_alone_waits_for_a_verdict() -> None:
+    request, waits = retry_state(), []
+    for process in (1, 2, 3):
         request.begin(SOMEWHERE)
-        request.end(DEATH_IN_COMPANY)
-        seen.append(request.suspicion)
-    assert seen == [Suspicion.NONE, Suspicion.SUSPECT, Suspicion.ALONE]
+        request.end(AttemptEnded(WorkerLost("gone"), retry=True, loss=Loss(process)))
+        waits.append(request.awaits_verdict)
+        request.decide()
+    assert waits == [False, False, True]
+
+
+def test_no_verdict_is_awaited_on_a_hung_engine() -> None:
+    request = retry_state(deaths=1)
+    attempt(request, death())
+    request.begin(SOMEWHERE)
+    request.end(AttemptEnded(WorkerLost("it hangs"), retry=True, loss=Loss()))
+    assert not request.awaits_verdict
+    assert isinstance(request.decide(), PoisonRequest)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "finding"),
+    [
+        (None, Finding.UNKNOWN),
+        (CRASHED, Finding.SUSPECT),
+        (KILLED, Finding.INNOCENT),
+        (BY_OTHERS, Finding.INNOCENT),
+        (AMONG_US, Finding.SUSPECT),
+        (BY_US, Finding.CULPRIT),
+    ],
+)
+def test_what_a_verdict_says_of_a_request(verdict: Verdict | None, finding: Finding) -> None:
+    assert Loss(1, verdict).finding("r") is finding
+
+
+def test_the_first_verdict_on_a_loss_stands() -> None:
+    losses, loss = Losses(), Loss(1)
+    losses.add(loss)
+    losses.judge([Verdict(incarnation=2, ended="another's")])
+    assert loss.is_open
+    losses.revive(1)
+    losses.judge([Verdict(incarnation=1, ended="later it crashed", crashed=True)])
+    assert loss.verdict is not None
+    assert not loss.verdict.crashed

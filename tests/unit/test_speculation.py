@@ -218,7 +218,7 @@ def test_a_gpu_refuses_guesses_by_name() -> None:
     config = Config(speculation="ngram", device="cuda")
     unused = Mock()
     with pytest.raises(InvalidConfig, match="CPUs only") as refused:
-        Backend(config, "", unused, unused, unused, unused, progress=unused, on_lost=unused)
+        Backend(config, "", unused, unused, unused, unused, unused, progress=unused, on_lost=unused)
     assert refused.value.field == "speculation"
 
 

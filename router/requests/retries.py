@@ -1,0 +1,142 @@
+"""An answer over all of its attempts.
+
+    begin ─▶ attempt ─▶ finished
+      ▲         │ end
+      └─ retry ─┴─▶ failed: the request's own fault, or too many attempts
+
+What was emitted stays emitted: the next attempt prefills prompt and answer together and continues
+after them. Sampling is keyed by position and penalties know where the answer begins, so the tokens
+are those of an undisturbed run.
+
+A request that crashes workers must fail, and those that merely were there must not:
+
+    no charge ─a worker is lost─▶ suspect ─`max_deaths` lost─▶ alone ─lost again─▶ poison request
+
+A loss counts until a verdict acquits the attempt: the worker was killed or stopped from outside,
+or crashed in a step of others (verdicts.py). An attempt alone shares its workers with no other
+suspect and its steps with nobody. Whoever loses a worker then waits for the verdict, and fails if
+it names the request alone or does not come. Attempts that ended through no fault of the request,
+in an acquitted loss or since a worker drained, do not count as attempts either.
+
+No I/O and no clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baton.core.errors import BatonError, Exhausted, PoisonRequest, WorkerDrained
+from baton.core.types import AttemptKey, Work
+from baton.router.placement.placement import Placement, Reason, Suspicion
+from baton.router.requests.attempt import AttemptEnded, Tokens
+from baton.router.requests.verdicts import Finding, Loss
+
+SHORTEST_DELAY_SECONDS = 0.02
+LONGEST_DELAY_SECONDS = 1.0
+
+
+class RetryState:
+    """What was emitted, what failed, and whether there is another attempt."""
+
+    def __init__(self, work: Work, *, max_deaths: int, max_attempts: int) -> None:
+        """After `max_deaths` losses that nothing explains the request runs alone."""
+        self.work = work  # of the next attempt; made once, since a prompt may be long
+        self.placements: list[Placement] = []
+        self.delay = 0.0  # seconds to wait before the next attempt
+        self._first_work = work
+        self._max_deaths = max_deaths
+        self._max_attempts = max_attempts
+        self._emitted: list[int] = []
+        self._reason = ""  # of the next attempt
+        self._refusals = 0
+        self._losses: list[Loss] = []
+        self._drained = 0  # attempts that a worker handed back
+        self._alone = False  # the last attempt was
+
+    @property
+    def suspicion(self) -> Suspicion:
+        if not self._charges:
+            return Suspicion.NONE
+        return Suspicion.ALONE if self._charges >= self._max_deaths else Suspicion.SUSPECT
+
+    @property
+    def is_retry(self) -> bool:
+        return bool(self.placements)
+
+    @property
+    def awaits_verdict(self) -> bool:
+        """Whether how the last worker ended decides over the request, and may become known."""
+        return self._alone and self._losses[-1].is_open
+
+    def begin(self, placement: Placement) -> Work:
+        """The next attempt starts there."""
+        self._alone = self.suspicion is Suspicion.ALONE
+        if self._reason:
+            alone = f"; alone, since {self._charges} workers were lost" if self._alone else ""
+            reason = self._reason + alone
+            placement = dataclasses.replace(placement, reason=reason, code=Reason.RETRY)
+        self.placements.append(placement)
+        return dataclasses.replace(self.work, alone=True) if self._alone else self.work
+
+    def emitted(self, tokens: Tokens) -> None:
+        self._emitted += tokens.token_ids
+
+    def end(self, ended: AttemptEnded) -> None:
+        """An attempt ended; `decide` says what follows, once no verdict is awaited any more."""
+        self._ended = ended
+        self._reason = ended.error.message
+        self.delay = self._next_delay(ended.error)
+        self._drained += isinstance(ended.error, WorkerDrained)
+        if ended.loss is not None:
+            self._losses.append(ended.loss)
+        else:
+            self._alone = False
+
+    def decide(self) -> BatonError | None:
+        """The request's error, or None when there is another attempt."""
+        ended = self._ended
+        if not ended.retry:
+            return ended.error
+        if self._is_poison:
+            return PoisonRequest(
+                f"{self._charges} workers were lost while they ran this request, the last one"
+                f" while it ran alone, so it is not retried; the last: {self._reason}"
+            )
+        acquitted = len(self._losses) - self._charges
+        if len(self.placements) - self._drained - acquitted >= self._max_attempts:
+            return ended.error
+        self.work = self._next_work()
+        return None
+
+    @property
+    def _charges(self) -> int:
+        """Losses of which no verdict acquits the request."""
+        return sum(self._finding(loss) is not Finding.INNOCENT for loss in self._losses)
+
+    @property
+    def _is_poison(self) -> bool:
+        if self._ended.loss is None or self._charges < self._max_deaths:
+            return False
+        finding = self._finding(self._ended.loss)
+        return finding is Finding.CULPRIT or (finding is Finding.UNKNOWN and self._alone)
+
+    def _finding(self, loss: Loss) -> Finding:
+        return loss.finding(self.work.key.request_id)
+
+    def _next_work(self) -> Work:
+        first = self._first_work
+        return dataclasses.replace(
+            first,
+            key=AttemptKey(first.key.request_id, first.key.epoch + len(self.placements)),
+            prompt_tokens=[*first.prompt_tokens, *self._emitted],
+            answer_tokens=len(self._emitted),
+            # The prompt's log probabilities come with the first token.
+            prompt_logprobs=None if self._emitted else first.prompt_logprobs,
+        )
+
+    def _next_delay(self, error: BatonError) -> float:
+        """Backs off exponentially after a refusal."""
+        if not isinstance(error, Exhausted | WorkerDrained):
+            return 0.0
+        self._refusals += 1
+        return min(SHORTEST_DELAY_SECONDS * 2.0**self._refusals, LONGEST_DELAY_SECONDS)
