@@ -77,8 +77,8 @@ class RouterConfig:
     placement_timeout: PositiveFloat = key(30.0, "Seconds to wait for workers when there are none.")
     max_worker_deaths: PositiveInt = key(
         2,
-        "Lost workers that nothing explains, after which a request runs alone; if it loses another"
-        " one then, it fails.",
+        "Lost workers that nothing explains, after which a request runs alone; if it crashes"
+        " another one then, it fails.",
     )
     max_attempts: PositiveInt = key(
         8, "Attempts of one request, without those that ended through no fault of its own."

@@ -10,13 +10,13 @@ are those of an undisturbed run.
 
 A request that crashes workers must fail, and those that merely were there must not:
 
-    no charge ─a worker is lost─▶ suspect ─`max_deaths` lost─▶ alone ─lost again─▶ poison request
+    no charge ─a worker is lost─▶ suspect ─`max_deaths` lost─▶ alone ─crashed─▶ poison request
 
 A loss counts until a verdict acquits the attempt: the worker was killed or stopped from outside,
 or crashed in a step of others (verdicts.py). An attempt alone shares its workers with no other
 suspect and its steps with nobody. Whoever loses a worker then waits for the verdict, and fails if
-it names the request alone or does not come. Attempts that ended through no fault of the request,
-in an acquitted loss or since a worker drained, do not count as attempts either.
+it names the request alone; without a verdict it runs alone again. Attempts that ended through no
+fault of the request, in an acquitted loss or since a worker drained, do not count as attempts.
 
 No I/O and no clock.
 """
@@ -117,11 +117,10 @@ class RetryState:
     def _is_poison(self) -> bool:
         if self._ended.loss is None or self._charges < self._max_deaths:
             return False
-        finding = self._finding(self._ended.loss)
-        return finding is Finding.CULPRIT or (finding is Finding.UNKNOWN and self._alone)
+        return self._finding(self._ended.loss) is Finding.CULPRIT
 
     def _finding(self, loss: Loss) -> Finding:
-        return loss.finding(self.work.key.request_id)
+        return loss.finding(self.work.key.request_id, alone=self._alone)
 
     def _next_work(self) -> Work:
         first = self._first_work

@@ -3,6 +3,9 @@
 Another worker, or its next process, reads the record that it left (worker/step_record.py) and
 reports a verdict, through the controller or in its Welcome. A process that answers again was not
 dead at all.
+
+Only evidence convicts: a verdict that names the request alone, or an engine that hung while the
+request ran alone. A loss of which nothing is known makes a request a suspect, no more.
 """
 
 from __future__ import annotations
@@ -21,10 +24,9 @@ log = logging.getLogger(__name__)
 class Finding(enum.Enum):
     """What a loss says of one request that ran there."""
 
-    UNKNOWN = enum.auto()
     INNOCENT = enum.auto()
     # It was in the step that crashed, with others; or there when something else than a step did,
-    # such as a transport when its peer dies.
+    # such as a transport when its peer dies; or nothing is known.
     SUSPECT = enum.auto()
     CULPRIT = enum.auto()  # the step that crashed was its own
 
@@ -33,19 +35,21 @@ class Finding(enum.Enum):
 class Loss:
     """One loss of a worker's process, for all requests that ran there."""
 
-    # Its incarnation; 0 where no verdict can come: its engine hung, whatever ended it later.
-    process: int = 0
+    process: int  # its incarnation
     verdict: Verdict | None = None
+    hung: bool = False  # its engine did, so whatever ended it later acquits nobody
 
     @property
     def is_open(self) -> bool:
         """Whether a verdict may come."""
-        return self.process != 0 and self.verdict is None
+        return not self.hung and self.verdict is None
 
-    def finding(self, request_id: str) -> Finding:
-        """Of whatever attempt: a worker may still have run an earlier one."""
+    def finding(self, request_id: str, *, alone: bool = False) -> Finding:
+        """Of whatever attempt: a worker may still have run an earlier one. `alone` if it was."""
+        if self.hung and alone:
+            return Finding.CULPRIT
         if self.verdict is None:
-            return Finding.UNKNOWN
+            return Finding.SUSPECT
         suspects = self.verdict.suspects
         if self.verdict.crashed and not suspects:
             return Finding.SUSPECT

@@ -242,8 +242,7 @@ class WorkerLink:
             await cancel_all(*tasks)
             call.cancel()
             process = self.welcome.incarnation if self.welcome else 0
-            # Whatever ends a worker whose engine hangs acquits nobody.
-            loss = Loss(0 if heartbeat.is_stalled else process)
+            loss = Loss(process, hung=heartbeat.is_stalled)
             self._lose(reason, None if reason == CLOSED else loss)
         self._note_fault(reason)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MOST_CRASHES = MAX_DEATHS + 1
-"""Of workers, by one request."""
+"""Of workers, by one request, where verdicts come (router/requests/verdicts.py)."""
 
 UNLUCKY = {error.reason for error in (PoisonRequest, WorkerLost, WorkerDrained)}
 """How no request fails that crashed nothing."""
@@ -81,9 +81,11 @@ class Checks:
                 self._counts["retries"] += max(len(request.retries.placements) - 1, 0)
                 if not self._cluster.faults:
                     self._undisturbed(request)
-        crashes = self._counts["crashes"] - self._counts["crashes unseen"]
-        if crashes > MOST_CRASHES:
-            raise Violation(f"one request crashed {crashes} workers")
+        crashed = {each for each in self._cluster.processes.values() if each.crashed}
+        self._counts["crashes"] += len(crashed)
+        judged = sum(each.judged for each in crashed)
+        if judged > MOST_CRASHES:
+            raise Violation(f"one request crashed {judged} workers")
         for worker in self._cluster.workers.values():
             self._idle(worker)
         self._caches()

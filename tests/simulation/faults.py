@@ -65,6 +65,7 @@ class Faults:
         worker.kill()
         del self._cluster.workers[worker.worker_id]
         if self._cluster.may_lose_workers and self._world.chance(0.3):
+            worker.judged = False
             return
         seconds = self._world.random.random() * 4
         verdicts = [*worker.record.verdicts, worker.verdict]

@@ -188,8 +188,8 @@ class SimulatedRouter:
             if attempt and link.worker_id in (attempt.placement.prefill, attempt.placement.decode):
                 culprits -= {request.name}
                 self._take(request, attempt, lost)
-        # The attempt had ended by then: its other worker was lost at the same moment.
-        self._world.counts["crashes unseen"] += stream.worker.crashed and bool(culprits)
+        if culprits:  # whose attempt had ended: its other worker was lost at the same moment
+            stream.worker.judged = False
         self._world.after(ATTACH_SECONDS, lambda: self.watch(link.worker_id))
 
     # Workers, and who reaches whom.

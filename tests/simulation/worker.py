@@ -123,6 +123,7 @@ class SimulatedWorker:
         self.dead = False
         self.frozen = False
         self.crashed = False
+        self.judged = True  # a request loses it, and learns how it ended
         self.record = StepRecord()
         self.record.verdicts.extend(verdicts)
         self.streams: dict[int, Stream] = {}
@@ -331,7 +332,6 @@ class SimulatedWorker:
         try:
             busy = self.role.step()
         except DeviceLost as error:
-            self.world.counts["crashes"] += 1
             self.crashed = True
             self.record.crash(error)
             self.on_crash()

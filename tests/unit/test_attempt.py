@@ -27,7 +27,7 @@ from baton.router.requests.verdicts import Loss
 from baton.v1 import worker_pb2 as pb
 
 KEY = AttemptKey("r", 3)
-LOSS = Loss()
+LOSS = Loss(process=1)
 SPLIT = Placement("p0", "d0")
 LOCAL = Placement("", "d0")
 ONE_TOKEN = Placement("p0", "")

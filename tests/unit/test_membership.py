@@ -257,7 +257,7 @@ async def test_a_worker_that_answers_again_accuses_nobody() -> None:
         await until(lost)
         loss = loss_of(membership, "decode-0")
         assert loss is not None
-        assert loss.finding("r") is Finding.UNKNOWN
+        assert loss.finding("r") is Finding.SUSPECT
         workers["decode-0"].answers_pings = workers["decode-0"].reports = True
         await until(lambda: attached(membership))
         assert loss.finding("r") is Finding.INNOCENT

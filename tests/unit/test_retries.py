@@ -36,6 +36,7 @@ def death(verdict: Verdict | None = None) -> AttemptEnded:
 
 
 DEATH = death()
+HANG = AttemptEnded(WorkerLost("it hangs"), retry=True, loss=Loss(process=8, hung=True))
 
 
 def retry_state(deaths: int = 2, attempts: int = 5) -> RetryState:
@@ -96,13 +97,18 @@ def test_placements_give_the_reason_of_each_attempt() -> None:
     [
         ([death()], None),
         ([death(), death()], None),
-        ([death(), death(), death()], PoisonRequest),
+        ([death(), death(), death()], None),
+        ([death()] * 4, None),
+        ([death()] * 5, WorkerLost),
+        ([death(), death(), HANG], PoisonRequest),
+        ([HANG, HANG], None),
+        ([HANG] * 3, PoisonRequest),
         ([death(), death(), death(CRASHED)], None),
         ([death(CRASHED)] * 4, None),
         ([death(CRASHED)] * 5, WorkerLost),
         ([death(), death(), DRAINED], None),
         ([death(), death(), death(KILLED)], None),
-        ([death(), death(), death(KILLED), death()], PoisonRequest),
+        ([death(), death(), death(KILLED), death(BY_US)], PoisonRequest),
         ([death(), death(), death(BY_OTHERS)], None),
         ([death(), death(), death(AMONG_US)], None),
         ([death(), death(), death(BY_US)], PoisonRequest),
@@ -176,7 +182,7 @@ def test_no_verdict_is_awaited_on_a_hung_engine() -> None:
     request = retry_state(deaths=1)
     attempt(request, death())
     request.begin(SOMEWHERE)
-    request.end(AttemptEnded(WorkerLost("it hangs"), retry=True, loss=Loss()))
+    request.end(HANG)
     assert not request.awaits_verdict
     assert isinstance(request.decide(), PoisonRequest)
 
@@ -184,7 +190,7 @@ def test_no_verdict_is_awaited_on_a_hung_engine() -> None:
 @pytest.mark.parametrize(
     ("verdict", "finding"),
     [
-        (None, Finding.UNKNOWN),
+        (None, Finding.SUSPECT),
         (CRASHED, Finding.SUSPECT),
         (KILLED, Finding.INNOCENT),
         (BY_OTHERS, Finding.INNOCENT),
