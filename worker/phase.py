@@ -175,8 +175,8 @@ class Phase(ABC, Generic[AnyJob]):
     def step(self) -> bool:
         """Runs one step of the engine. False when there is nothing to run."""
         self._pool.lower.advance()
-        self._alone &= self._jobs.keys()
         if self._alone:
+            self._alone &= self._jobs.keys()
             self._advance({})  # nothing else is in flight beside them
         plan = self._plan()
         if not plan and not self._steps.any:
