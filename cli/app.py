@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from baton.cli.ask import chat, generate
+from baton.cli.batch_command import batch
 from baton.cli.cache_commands import cache
 from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    *(serve, stop, generate, chat, status, top, why, diagnose, bench, doctor),
+    *(serve, stop, generate, chat, batch, status, top, why, diagnose, bench, doctor),
     *(drain, restart, scale, role, plan, leave, certs, simulate),
 ):
     app.command()(command)

@@ -58,8 +58,8 @@ class Target:
 
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        access = _access(self.url, self.api_key)
-        return httpx.AsyncClient(timeout=TIMEOUT_SECONDS, limits=limits, **access)
+        settings = access(self.url, self.api_key)
+        return httpx.AsyncClient(timeout=TIMEOUT_SECONDS, limits=limits, **settings)
 
     def body(self, load: Load) -> dict[str, object]:
         body: dict[str, object] = {
@@ -83,7 +83,7 @@ def base_url(url: str) -> str:
 def served_model(url: str, api_key: str) -> str:
     """The server's first model."""
     try:
-        with httpx.Client(timeout=10.0, **_access(url, api_key)) as client:
+        with httpx.Client(timeout=10.0, **access(url, api_key)) as client:
             response = client.get("models").raise_for_status()
         return str(response.json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
@@ -94,7 +94,7 @@ def served_model(url: str, api_key: str) -> str:
         raise BatonError(f"{url}models has no OpenAI API; give a --model") from error
 
 
-def _access(url: str, api_key: str) -> dict[str, Any]:
+def access(url: str, api_key: str) -> dict[str, Any]:
     """An httpx client's settings. If BATON_TLS names a folder, it trusts that cluster too."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     trusted: ssl.SSLContext | bool = True

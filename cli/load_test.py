@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import typer
 from typer import Argument, Option
 
-from baton.cli.terminal import AsJson, console, note, print_json
+from baton.cli.terminal import AsJson, console, note, print_json, progress
 from baton.connection import API_KEY_VARIABLE
 from baton.core.errors import InvalidRequest
 
@@ -170,22 +170,12 @@ def bench(
 def _run(target: Target, loads: list[Load], concurrency: int) -> tuple[list[Call], bool]:
     """The calls that ended, and whether these are all: Ctrl-C ends a run. Shows the progress
     meanwhile."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from baton.cli.load_run import run
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[summary]}"),
-    )
     calls: list[Call] = []
     tokens = failed = 0
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("answered", total=len(loads), summary="")
+    with progress() as shown:
+        task = shown.add_task("answered", total=len(loads), summary="")
 
         def ended(call: Call) -> None:
             nonlocal tokens, failed
@@ -193,7 +183,7 @@ def _run(target: Target, loads: list[Load], concurrency: int) -> tuple[list[Call
             tokens += call.output_tokens
             failed += bool(call.error)
             summary = f"{tokens:,} tokens" + (f", {failed} failed" if failed else "")
-            progress.update(task, advance=1, summary=summary)
+            shown.update(task, advance=1, summary=summary)
 
         try:
             asyncio.run(run(target, loads, concurrency, ended))

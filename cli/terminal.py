@@ -27,6 +27,7 @@ from baton.core.proto_json import to_json
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.progress import Progress
     from rich.table import Table
 
 _PIPE_WIDTH = 160
@@ -106,6 +107,21 @@ def refresh(draw: Callable[[], RenderableType], seconds: float, *, screen: bool 
                 frame = Text(error.message, style="red")
             live.update(frame, refresh=True)
             time.sleep(seconds)
+
+
+def progress() -> Progress:
+    """A bar on stderr, gone when it ends. Tasks have a `summary`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[summary]}"),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def print_json(value: object, *, in_a_line: bool = False) -> None:

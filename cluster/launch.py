@@ -247,11 +247,15 @@ def _with_ports(router: RouterConfig) -> RouterConfig:
 
 def _with_absolute_paths(config: Config) -> Config:
     """Makes paths absolute: other processes may run in other folders."""
-    keys, folder = config.router.keys, config.tls.folder
+
+    def absolute(path: str) -> str:
+        return path and str(Path(path).resolve())
+
     return dataclasses.replace(
         config,
-        router=dataclasses.replace(config.router, keys=keys and str(Path(keys).resolve())),
-        tls=dataclasses.replace(config.tls, folder=folder and str(Path(folder).resolve())),
+        router=dataclasses.replace(config.router, keys=absolute(config.router.keys)),
+        tls=dataclasses.replace(config.tls, folder=absolute(config.tls.folder)),
+        batches=dataclasses.replace(config.batches, folder=absolute(config.batches.folder)),
     )
 
 

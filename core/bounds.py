@@ -16,6 +16,13 @@ from baton.core.types import Sampling, Work
 MAX_REQUEST_BYTES = 8 * 2**20
 """Of a gRPC message or an HTTP body: more than a million tokens, as text or as ids."""
 
+MAX_VALUES = 300_000
+"""Of a JSON body: about 0.05 seconds, and enough for a context of 2**18 token ids. gRPC takes
+longer lists."""
+
+_COSTS = {b",": 1, b"[": 1, b"{": 1, b":": 3}
+"""What is beside a value or a key, and its cost in the time of a number."""
+
 MAX_PROMPT_TOKENS = 2_000_000
 MAX_TOKEN_ID = 2**32 - 1
 MAX_MESSAGES = 4096
@@ -52,6 +59,12 @@ MAX_STRUCTURE = 128 * 2**10
 
 MAX_GRAMMAR = 4 * MAX_STRUCTURE
 """Characters of the llguidance grammar that it is compiled to."""
+
+
+def count_values(content: bytes) -> int:
+    """An upper bound of a JSON text's values; a key counts as three. Commas in a text count as
+    well."""
+    return sum(cost * content.count(sign) for sign, cost in _COSTS.items())
 
 
 class Range(NamedTuple):

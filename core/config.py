@@ -32,6 +32,8 @@ from baton.core.config_values import (
     set_dotted,
 )
 from baton.core.config_values import Size as Size
+from baton.core.storage_config import BatchesConfig as BatchesConfig
+from baton.core.storage_config import CacheConfig as CacheConfig
 from baton.core.types import Role, ToolFormatName
 
 GPU_MEMORY = 0.9
@@ -215,23 +217,6 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """The second tier, pages that were evicted from a pool (budgets are one worker's), and the
-    response cache, whole answers in routers or Redis (docs/RESPONSE_CACHE.md)."""
-
-    host_memory: Bytes = key(Size(0), "Host memory. On a CPU a larger `kv_memory` is better.")
-    files: str = key("", "A folder for files, which outlive the worker; empty writes none.")
-    files_budget: Bytes = key(Size(16 * 2**30), "Most bytes of these files.")
-    responses: Literal["off", "exact"] = key(
-        "off", "exact: answer a greedy or seeded request that was answered before from its answer."
-    )
-    responses_memory: Bytes = key(Size(2**28), "Most bytes of answers in one router's memory.")
-    responses_seconds: PositiveFloat = key(3600.0, "Age up to which an answer is given again.")
-    redis: str = key("", "A redis:// or rediss:// URL: routers share answers there, not in memory.")
-    redis_key: str = key("", "A file with a secret of 32 bytes or more that encrypts them there.")
-
-
-@dataclass(frozen=True, slots=True)
 class ControllerConfig:
     """The controller, which reports workers to routers, under Ray."""
 
@@ -352,6 +337,7 @@ class Config:
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     cache: CacheConfig = CacheConfig()
+    batches: BatchesConfig = BatchesConfig()
     controller: ControllerConfig = ControllerConfig()
     planner: PlannerConfig = PlannerConfig()
     members: MembersConfig = MembersConfig()

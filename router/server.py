@@ -22,6 +22,7 @@ from baton.core.errors import Internal
 from baton.core.generation_defaults import GenerationDefaults, read_defaults
 from baton.core.metrics_server import serve_metrics
 from baton.core.process import StopSignal
+from baton.core.tasks import cancel_all
 from baton.core.tls import (
     check_router,
     edge_identity,
@@ -60,6 +61,7 @@ class RouterServer:
         self._router_id = router_id or f"router-{secrets.token_hex(4)}"
         self._metrics = RouterMetrics()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._batches: asyncio.Task[None] | None = None
 
     async def start(self, controller: str = "") -> None:
         """Serves on the configured port. The controller at that address provides the members, or
@@ -107,6 +109,9 @@ class RouterServer:
         await stopping.requested.wait()
         self._serving.draining = True
         self._report_health()
+        if self._batches:
+            # They are continued by the next router.
+            await cancel_all(self._batches)
         await stopping.wait_at_most(self._config.drain_seconds, self._serving.idle)
         for task in self._tasks:
             task.cancel()
@@ -153,6 +158,9 @@ class RouterServer:
         """None when a library for HTTP is not installed."""
         self.http_address = ""
         try:
+            from baton.router.edges.http.batches.batch_runner import BatchRunner
+            from baton.router.edges.http.batches.batch_store import open_batches
+            from baton.router.edges.http.batches.spare_capacity import SpareCapacity
             from baton.router.edges.http.http_app import HttpApp
             from baton.router.edges.http.http_server import HttpServer
         except ModuleNotFoundError as missing:
@@ -166,7 +174,12 @@ class RouterServer:
             self._metrics.registry,
             open_metrics=limits.open_metrics,
             cors_origins=limits.cors_origins,
+            batches=(batches := open_batches(self._config.batches)),
         )
+        if batches:
+            spare = SpareCapacity(self._edges, self._config)
+            runner = BatchRunner(batches, spare, self._keys, app.batched)
+            self._batches = asyncio.create_task(runner.run())
         server = HttpServer(app.app, self._edges.end_calls, self._config.tls)
         self.http_address = server.start(limits.host, limits.http_port)
         return server

@@ -112,6 +112,16 @@ class KeyRing:
             raise Unauthenticated("unknown API key")
         return found[0]
 
+    def named(self, name: str) -> ApiKey:
+        """The key of a name; raises Unauthenticated where there is none any more."""
+        if self._path is None:
+            return ApiKey(name, "")
+        self._reload_if_changed(self._path)
+        for item in self._callers:
+            if item.key.name == name:
+                return item.key
+        raise Unauthenticated(f"the API key {name!r} was removed")
+
     def _reload_if_changed(self, path: Path) -> None:
         now = time.monotonic()
         if now - self._checked < RELOAD_SECONDS:

@@ -14,6 +14,7 @@ choice_renderer     chats and completions: answers are choices
 block_renderer      answers that are rows of blocks, as in messages/ and responses/
 messages            the Anthropic API
 responses           the OpenAI API's responses, and those that are stored
+batches             the OpenAI API's files and batches, on disk
 http_errors         statuses and bodies of errors
 answer_types        types of answers
 openapi             the document made from them and the bodies

@@ -28,7 +28,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.core.bounds import MAX_REQUEST_BYTES
+from baton.core.bounds import MAX_REQUEST_BYTES, MAX_VALUES, count_values
 from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.proto_json import Json
 from baton.core.tasks import cancel_all
@@ -55,12 +55,6 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),  # for proxies
 )
 
-
-MAX_VALUES = 300_000
-"""About 0.05 seconds, and enough for a context of 2**18 token ids. gRPC takes longer lists."""
-
-COSTS = {b",": 1, b"[": 1, b"{": 1, b":": 3}
-"""What is beside a value or a key, and its cost in the time of a number."""
 
 MAX_DIGITS = 4096
 """Python refuses longer ones, which would take long."""
@@ -125,8 +119,7 @@ def _too_large() -> HTTPException:
 
 
 def _decode(content: bytes) -> Json:
-    # An upper bound: commas in a text count as well.
-    if sum(cost * content.count(sign) for sign, cost in COSTS.items()) > MAX_VALUES:
+    if count_values(content) > MAX_VALUES:
         raise HTTPException(
             413, f"the body must have at most {MAX_VALUES} values, of which a key counts as three"
         )
@@ -189,6 +182,14 @@ def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
 
 def json_response(content: Json) -> Response:
     return Response(encode(content), media_type="application/json")
+
+
+def query_limit(given: str | None, default: int, most: int) -> int:
+    if given is None:
+        return default
+    if not given.isdecimal() or not 1 <= int(given[:9]) <= most:
+        raise InvalidRequest(f"limit must be 1 to {most}, not {shown(given)}", field="limit")
+    return int(given)
 
 
 class GenerationEndpoint(Generic[Body]):

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import __version__
+from baton.core.batch_lines import BATCH_ENDPOINTS
 from baton.core.errors import (
-    InvalidRequest,
     NotServed,
     PermissionDenied,
     Unauthenticated,
@@ -33,6 +33,8 @@ from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import TargetGroup
+from baton.router.edges.http.batches.batch_endpoints import BatchEndpoints
+from baton.router.edges.http.batches.batch_store import BatchStore
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
 from baton.router.edges.http.choice_renderer import ChatRenderer, CompletionRenderer
 from baton.router.edges.http.endpoint import (
@@ -41,6 +43,7 @@ from baton.router.edges.http.endpoint import (
     answered,
     json_response,
     parse_body,
+    query_limit,
     request_id_of,
 )
 from baton.router.edges.http.http_errors import MESSAGES_PATH, error_response
@@ -116,13 +119,16 @@ class HttpApp:
         *,
         open_metrics: bool = False,
         cors_origins: Collection[str] = (),
+        batches: BatchStore | None = None,
     ) -> None:
         self._context = context
+        self._batches = BatchEndpoints(context, batches)
         self._overview = overview
         self._registry = registry
         self._created = int(time.time())
         self._document = encode(document())
         routes = self._routes()
+        self.batched = {each.path: each.app for each in routes if each.path in BATCH_ENDPOINTS}
         paths = [each.path.replace(":path", "") for each in routes if each.path.startswith("/v1/")]
         self._served = ", ".join(path for path in paths if path != EMBEDDINGS)
         page = _page_routes()
@@ -154,6 +160,7 @@ class HttpApp:
                 methods=["POST"],
             ),
             *responses_routes(self._context),
+            *self._batches.routes(),
             Route(EMBEDDINGS, answered(_embeddings), methods=["POST"]),
             Route("/v1/models", _plain(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
@@ -198,7 +205,9 @@ class HttpApp:
         }
 
     async def _recent(self, http: HttpRequest) -> Response:
-        found = self._overview.recent(_limit(http.query_params.get("limit")))
+        found = self._overview.recent(
+            query_limit(http.query_params.get("limit"), RECENT_REQUESTS, KEPT_REQUESTS)
+        )
         return json_response({"object": "list", "data": [to_json(timing) for timing in found]})
 
     async def _timing(self, http: HttpRequest) -> Response:
@@ -278,16 +287,6 @@ async def _embeddings(http: HttpRequest) -> Response:
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
     """Also where a path has no such method."""
     return error_response(error, request_id_of(http), path=http.url.path)
-
-
-def _limit(given: str | None) -> int:
-    if given is None:
-        return RECENT_REQUESTS
-    if not given.isdecimal() or not 1 <= int(given[:9]) <= KEPT_REQUESTS:
-        raise InvalidRequest(
-            f"limit must be 1 to {KEPT_REQUESTS}, not {shown(given)}", field="limit"
-        )
-    return int(given)
 
 
 def _page_routes() -> list[Route]:

@@ -23,6 +23,15 @@ from baton.router.edges.http.answer_types import (
     TokenizerInfo,
     Version,
 )
+from baton.router.edges.http.batches.batch_endpoints import (
+    MAX_BATCHES_LISTED,
+    MAX_EXPIRY,
+    MAX_FILES_LISTED,
+    BatchList,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+)
 from baton.router.edges.http.chat_request import (
     ChatRequest,
     DetokenizeRequest,
@@ -64,13 +73,13 @@ _STATUSES = {
 
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest),
-    *(ResponsesRequest, TokenizeRequest, DetokenizeRequest),
+    *(ResponsesRequest, TokenizeRequest, DetokenizeRequest, BatchRequest),
 )
 _ANSWERS = (
     *(ChatAnswer, ChatChunk, CompletionAnswer, ModelList, TokenizeAnswer, DetokenizeAnswer),
     *(TokenizerInfo, TargetGroup, HealthStatus, Version, ErrorBody, MessagesErrorBody),
     *(MessageAnswer, MessageEvent, CountTokensAnswer),
-    *(ResponseAnswer, ResponseEvent, DeletedResponse),
+    *(ResponseAnswer, ResponseEvent, DeletedResponse, FileList, DeletedFile, BatchList),
 )
 # Rendered by core/proto_json.py.
 _MESSAGES = (
@@ -103,13 +112,17 @@ def _paths() -> Json:
         "/v1/responses/{response_id}/cancel": _named(
             {"post": _get("ResponseAnswer", "400", "404")["get"]}, "response_id"
         ),
+        **_batch_paths(),
         "/v1/embeddings": {"post": {"responses": _errors("400")}},
         "/v1/models": _get("ModelList"),
         "/v1/models/{name}": _named(_get("ModelObject", "404"), "name"),
         "/v1/cluster": _get("StatusResponse"),
         "/v1/diagnosis": _get("Diagnosis"),
         "/v1/trends": _get("TrendsResponse"),
-        "/v1/requests": {**_get("RequestList", "400"), "parameters": [_LIMIT]},
+        "/v1/requests": {
+            **_get("RequestList", "400"),
+            "parameters": [_limit(RECENT_REQUESTS, KEPT_REQUESTS)],
+        },
         "/v1/requests/{request_id}/timing": _named(_get("RequestTiming", "404"), "request_id"),
         "/tokenize": _post("TokenizeRequest", "TokenizeAnswer"),
         "/detokenize": _post("DetokenizeRequest", "DetokenizeAnswer"),
@@ -120,6 +133,35 @@ def _paths() -> Json:
         "/metrics": {"get": {"responses": {"200": _content("text/plain", _STRING)}}},
         "/metrics/targets": {"get": {"responses": {"200": _content("application/json", targets)}}},
         "/openapi.json": {"get": {"responses": {"200": _content("application/json", {})}}},
+    }
+
+
+def _batch_paths() -> Json:
+    limit = _limit(MAX_FILES_LISTED, MAX_FILES_LISTED)
+    upload: Json = {"type": "object", "required": ["file", "purpose"], "properties": _UPLOAD}
+    body: Json = {"required": True, "content": {"multipart/form-data": {"schema": upload}}}
+    uploaded = {"200": _content("application/json", _reference("FileObject"))}
+    refused = _errors("400", "401", "408", "413", "415", "429")
+    content = {"200": _content("application/jsonl", _STRING), **_errors("400", "404")}
+    one: Json = {
+        **_get("FileObject", "400", "404"),
+        "delete": _get("DeletedFile", "400", "404")["get"],
+    }
+    return {
+        "/v1/files": {
+            **_listed("FileList", limit, *map(_query, ("after", "order", "purpose"))),
+            "post": {"requestBody": body, "responses": {**uploaded, **refused}},
+        },
+        "/v1/files/{file_id}": _named(one, "file_id"),
+        "/v1/files/{file_id}/content": _named({"get": {"responses": content}}, "file_id"),
+        "/v1/batches": {
+            **_listed("BatchList", _limit(20, MAX_BATCHES_LISTED), _query("after")),
+            **_post("BatchRequest", "BatchObject"),
+        },
+        "/v1/batches/{batch_id}": _named(_get("BatchObject", "400", "404"), "batch_id"),
+        "/v1/batches/{batch_id}/cancel": _named(
+            {"post": _get("BatchObject", "400", "404")["get"]}, "batch_id"
+        ),
     }
 
 
@@ -207,6 +249,21 @@ def _errors(*statuses: str, body: str = "ErrorBody") -> Json:
     return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
 
 
+def _listed(answer: str, *parameters: Json) -> Json:
+    success: Json = {"200": _content("application/json", _reference(answer))}
+    responses = {**success, **_errors("400", "404")}
+    return {"get": {"parameters": list(parameters), "responses": responses}}
+
+
+def _query(name: str) -> Json:
+    return {"name": name, "in": "query", "schema": _STRING}
+
+
+def _limit(default: int, most: int) -> Json:
+    schema = {"type": "integer", "minimum": 1, "maximum": most, "default": default}
+    return {**_query("limit"), "schema": schema}
+
+
 def _named(path: Json, name: str) -> Json:
     parameter = {"name": name, "in": "path", "required": True, "schema": _STRING}
     return {**path, "parameters": [parameter]}
@@ -216,13 +273,8 @@ _STORED: Json = {
     **_get("ResponseAnswer", "404"),
     "delete": _get("DeletedResponse", "404")["get"],
 }
-_LIMIT: Json = {
-    "name": "limit",
-    "in": "query",
-    "schema": {
-        "type": "integer",
-        "minimum": 1,
-        "maximum": KEPT_REQUESTS,
-        "default": RECENT_REQUESTS,
-    },
+_UPLOAD: Json = {
+    "file": {"type": "string", "format": "binary", "description": "Requests, one a line."},
+    "purpose": {"const": "batch"},
+    "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": MAX_EXPIRY},
 }

@@ -1,0 +1,44 @@
+"""The sections of a configuration about what is kept: caches, and files of batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.core.config_values import Bytes, PositiveFloat, PositiveInt, Size, key
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The second tier, pages that were evicted from a pool (budgets are one worker's), and the
+    response cache, whole answers in routers or Redis (docs/RESPONSE_CACHE.md)."""
+
+    host_memory: Bytes = key(Size(0), "Host memory. On a CPU a larger `kv_memory` is better.")
+    files: str = key("", "A folder for files, which outlive the worker; empty writes none.")
+    files_budget: Bytes = key(Size(16 * 2**30), "Most bytes of these files.")
+    responses: Literal["off", "exact"] = key(
+        "off", "exact: answer a greedy or seeded request that was answered before from its answer."
+    )
+    responses_memory: Bytes = key(Size(2**28), "Most bytes of answers in one router's memory.")
+    responses_seconds: PositiveFloat = key(3600.0, "Age up to which an answer is given again.")
+    redis: str = key("", "A redis:// or rediss:// URL: routers share answers there, not in memory.")
+    redis_key: str = key("", "A file with a secret of 32 bytes or more that encrypts them there.")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesConfig:
+    """Files and batches (`/v1/files`, `/v1/batches`)."""
+
+    folder: str = key(
+        "",
+        "A folder for files and batches, which outlive the router; routers may share one. Empty"
+        " serves none.",
+        "--batches",
+    )
+    budget: Bytes = key(Size(16 * 2**30), "Most bytes of these files; then uploads are refused.")
+    keep_seconds: PositiveFloat = key(
+        30 * 86400.0, "Seconds after which a file, or a batch that has ended, is deleted."
+    )
+    max_requests: PositiveInt = key(
+        256, "Requests of batches that run at once, where workers have room for so many."
+    )

@@ -1,0 +1,247 @@
+"""/v1/files and /v1/batches. Each API key sees its own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, Field
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from typing_extensions import TypedDict
+
+from baton.core.errors import Cancelled, InvalidRequest, NotServed
+from baton.core.proto_json import Json
+from baton.router.edges.edge_context import EdgeContext
+from baton.router.edges.http.batches.batch_store import BatchObject, BatchStore
+from baton.router.edges.http.batches.file_store import FileObject, unknown
+from baton.router.edges.http.endpoint import answered, json_response, parse_body, query_limit
+from baton.router.edges.http.generation_request import ShortText
+from baton.router.edges.http.request_model import RequestModel, Unserved, about, invalid, shown
+
+MAX_FILE_BYTES = 200 * 2**20
+MAX_FILES_LISTED = 10_000
+MAX_BATCHES_LISTED = 100
+UPLOAD_SECONDS = 3600.0
+MAX_EXPIRY = 30 * 86400
+_MARGIN = 64 * 2**10  # of a body around its file
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+Listed = TypeVar("Listed", FileObject, BatchObject)
+
+
+def _window(value: str) -> str:
+    if not _WINDOW.fullmatch(value):
+        raise invalid(f'must be a time such as "24h", not {shown(value)}')
+    return value
+
+
+class BatchRequest(RequestModel):
+    input_file_id: ShortText = about("A file that was uploaded for batches.", ...)
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = about(
+        "The url of all its lines.", ...
+    )
+    completion_window: Annotated[str, AfterValidator(_window)] = about(
+        'When it ends at the latest: a number and s, m, h or d, such as "24h".', ...
+    )
+    metadata: Metadata | None = about("Kept with the batch.")
+    unserved: ClassVar[dict[str, Unserved]] = {
+        "output_expires_after": Unserved("files expire as the router is configured")
+    }
+
+    @property
+    def seconds(self) -> int:
+        number, unit = self.completion_window[:-1], self.completion_window[-1]
+        return int(number) * _UNITS[unit]
+
+
+class FileList(TypedDict):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchList(TypedDict):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(TypedDict):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchEndpoints:
+    """`store` is None where the router keeps no files."""
+
+    def __init__(self, context: EdgeContext, store: BatchStore | None) -> None:
+        self._context = context
+        self._kept = store
+
+    def routes(self) -> list[Route]:
+        one_file, one_batch = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
+        # One route for all methods: a refused method's Allow header lists those of its route.
+        return [
+            Route("/v1/files", answered(self._files, "file"), methods=["GET", "POST"]),
+            Route(one_file, answered(self._file), methods=["GET", "DELETE"]),
+            Route(f"{one_file}/content", answered(self._content)),
+            Route("/v1/batches", answered(self._batches), methods=["GET", "POST"]),
+            Route(one_batch, answered(self._batch)),
+            Route(f"{one_batch}/cancel", answered(self._cancel), methods=["POST"]),
+        ]
+
+    @property
+    def _store(self) -> BatchStore:
+        if self._kept is None:
+            raise NotServed("this router keeps no files and batches: batches.folder is not set")
+        return self._kept
+
+    async def _files(self, http: HttpRequest) -> Response:
+        store, owner = self._store.files, http.user.key.name
+        if http.method == "POST":
+            return json_response(await self._upload(http))
+        found = await asyncio.to_thread(store.files, owner)
+        purpose = http.query_params.get("purpose")
+        found = [file for file in found if purpose in (None, file["purpose"])]
+        return _page(http, found, MAX_FILES_LISTED, MAX_FILES_LISTED)
+
+    async def _upload(self, http: HttpRequest) -> Json:
+        form = await _form(http)
+        try:
+            upload, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(upload, UploadFile):
+                raise InvalidRequest("file is missing", field="file")
+            if purpose != "batch":
+                raise InvalidRequest('purpose must be "batch"', field="purpose")
+            name = PurePath(upload.filename or "").name[:255]
+            store = self._store.files
+            keep = _expiry(form, store.keep_seconds)
+            owner = http.user.key.name
+            return {**await asyncio.to_thread(store.upload, owner, upload.file, name, keep)}
+        finally:
+            await form.close()
+
+    async def _file(self, http: HttpRequest) -> Response:
+        store, owner, file_id = self._store.files, http.user.key.name, http.path_params["file_id"]
+        if http.method != "DELETE":
+            return json_response({**store.file(owner, file_id)})
+        store.delete(owner, file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    async def _content(self, http: HttpRequest) -> Response:
+        store, owner, file_id = self._store.files, http.user.key.name, http.path_params["file_id"]
+        store.file(owner, file_id)
+        path = store.content(owner, file_id)
+        if not path.exists():
+            raise unknown(file_id)
+        return FileResponse(path, media_type="application/jsonl")
+
+    async def _batches(self, http: HttpRequest) -> Response:
+        store, owner = self._store, http.user.key.name
+        if http.method != "POST":
+            found = await asyncio.to_thread(store.batches, owner)
+            return _page(http, found, 20, MAX_BATCHES_LISTED)
+        body = await parse_body(http, self._context, BatchRequest.parse)
+        return json_response(
+            {
+                **store.create(
+                    owner,
+                    endpoint=body.endpoint,
+                    input_file_id=body.input_file_id,
+                    window=body.completion_window,
+                    seconds=body.seconds,
+                    metadata=body.metadata,
+                )
+            }
+        )
+
+    async def _batch(self, http: HttpRequest) -> Response:
+        found = self._store.batch(http.user.key.name, http.path_params["batch_id"])
+        return json_response({**found})
+
+    async def _cancel(self, http: HttpRequest) -> Response:
+        found = self._store.cancel(http.user.key.name, http.path_params["batch_id"])
+        return json_response({**found})
+
+
+async def _form(http: HttpRequest) -> FormData:
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise HTTPException(415, "the header Content-Type must be multipart/form-data")
+    parser = MultiPartParser(http.headers, _bounded(http), max_files=1, max_fields=8)
+    try:
+        async with asyncio.timeout(UPLOAD_SECONDS):
+            return await parser.parse()
+    except TimeoutError:
+        raise HTTPException(
+            408, "the body did not arrive in time", {"connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise Cancelled("the client disconnected") from None
+    except MultiPartException as error:
+        raise InvalidRequest(f"the body cannot be parsed: {error.message}") from None
+
+
+async def _bounded(http: HttpRequest) -> AsyncGenerator[bytes, None]:
+    size = 0
+    async for chunk in http.stream():
+        size += len(chunk)
+        if size > MAX_FILE_BYTES + _MARGIN:
+            raise HTTPException(
+                413, f"a file must have at most {MAX_FILE_BYTES} bytes", {"connection": "close"}
+            )
+        yield chunk
+
+
+def _expiry(form: FormData, longest: float) -> float:
+    given = form.get("expires_after[seconds]")
+    if given is None:
+        return longest
+    if not (isinstance(given, str) and given.isdecimal() and 3600 <= int(given[:9]) <= MAX_EXPIRY):
+        raise InvalidRequest(
+            f"expires_after[seconds] must be 3600 to {MAX_EXPIRY}", field="expires_after"
+        )
+    return min(float(given), longest)
+
+
+def _page(http: HttpRequest, found: Sequence[Listed], default: int, most: int) -> Response:
+    """Of a list, newest first: what comes after the id `after`, at most `limit`."""
+    query = http.query_params
+    if query.get("order") == "asc":
+        found = found[::-1]
+    limit = query_limit(query.get("limit"), default, most)
+    if after := query.get("after"):
+        places = [place for place, each in enumerate(found) if each["id"] == after]
+        if not places:
+            raise unknown(after)
+        found = found[places[0] + 1 :]
+    page = found[:limit]
+    ids: list[Any] = [each["id"] for each in page] or [None]
+    return json_response(
+        {
+            "object": "list",
+            "data": [{**each} for each in page],
+            "first_id": ids[0],
+            "last_id": ids[-1],
+            "has_more": len(found) > limit,
+        }
+    )

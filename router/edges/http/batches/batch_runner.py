@@ -1,0 +1,304 @@
+"""Runs batches: their lines are calls of the endpoints, as if a client sent them one by one.
+
+One router at a time runs the batches of a folder: the one that holds its lock. Results are appended
+to a batch's files as they come. A router that takes over finds there which lines are done, and runs
+the others; a line that was under way runs again. Each API key has one batch under way, the oldest,
+and the keys take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.types import ASGIApp, Message, Scope
+
+from baton.core.batch_lines import (
+    BatchLine,
+    answer_line,
+    check_lines,
+    failure_line,
+    finished_ids,
+    pending_lines,
+)
+from baton.core.bounds import MAX_PRIORITY
+from baton.core.errors import BatonError, Unauthenticated
+from baton.core.tasks import cancel_all
+from baton.router.edges.auth import Caller, KeyRing
+from baton.router.edges.http.batches.batch_store import (
+    BatchErrorObject,
+    BatchObject,
+    BatchStatus,
+    BatchStore,
+)
+from baton.router.edges.http.batches.spare_capacity import SpareCapacity, Turn
+from baton.router.edges.http.http_errors import error_response
+from baton.router.edges.http.http_server import CONNECTION
+
+log = logging.getLogger(__name__)
+
+MAX_LINES = 50_000
+POLL_SECONDS = 1.0
+SWEEP_SECONDS = 600.0
+LONGEST_PAUSE = 30.0
+# Waiting may help; 0 is a call without an answer.
+TRANSIENT = (0, 408, 429, 503, 504)
+
+
+class BatchRunner:
+    def __init__(
+        self,
+        store: BatchStore,
+        spare: SpareCapacity,
+        keys: KeyRing,
+        endpoints: Mapping[str, ASGIApp],
+    ) -> None:
+        self._store = store
+        self._spare = spare
+        self._keys = keys
+        self._endpoints = endpoints
+        self._owners: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled; what is under way then is not recorded."""
+        ticking = asyncio.create_task(self._spare.run())
+        try:
+            with self._store.files.lock_path.open("w") as lock:
+                await self._follow(lock.fileno())
+        finally:
+            await cancel_all(ticking, *self._owners.values())
+
+    async def _follow(self, lock: int) -> None:
+        """Starts what there is to run, once the lock is this router's."""
+        held, swept = False, 0.0
+        while True:
+            try:
+                held = held or _take(lock)
+                if held and time.monotonic() > swept + SWEEP_SECONDS:
+                    swept = time.monotonic()
+                    await asyncio.to_thread(self._store.sweep)
+                for owner in self._store.files.owners if held else ():
+                    if owner not in self._owners or self._owners[owner].done():
+                        self._owners[owner] = asyncio.create_task(self._run_owner(owner))
+            except OSError:
+                log.exception("cannot look for batches")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _run_owner(self, owner: str) -> None:
+        """Runs the batches of one API key, if there are any."""
+        try:
+            while batch := await asyncio.to_thread(self._store.unfinished, owner):
+                await self._run_batch(owner, batch)
+        except Exception:
+            # Such as a full disk. It is tried again.
+            log.exception("a batch of %r is interrupted", owner)
+
+    async def _run_batch(self, owner: str, batch: BatchObject) -> None:
+        try:
+            path = self._store.files.content(owner, batch["input_file_id"])
+            if batch["status"] == "validating":
+                total, errors = await asyncio.to_thread(validate, path, batch["endpoint"])
+                batch["request_counts"]["total"] = total
+                if errors:
+                    self._fail(owner, batch, errors)
+                    return
+                batch["status"], batch["in_progress_at"] = "in_progress", int(time.time())
+                self._store.save(owner, batch)
+            with Results(self._store, owner, batch) as results:
+                status = await self._run_lines(results, path)
+                await self._finish(results, path, status)
+        except FileNotFoundError:
+            gone = f"the input file {batch['input_file_id']} was deleted"
+            self._fail(owner, batch, [_error("file_not_found", gone)])
+        except BatonError as error:
+            self._fail(owner, batch, [_error(error.reason.lower(), error.message)])
+
+    def _fail(self, owner: str, batch: BatchObject, errors: list[BatchErrorObject]) -> None:
+        self._store.end(owner, batch, "failed", errors={"object": "list", "data": errors})
+
+    async def _run_lines(self, results: Results, path: Path) -> BatchStatus:
+        """Returns how the batch ends. What is left then is not run."""
+        lines = asyncio.create_task(self._run_all(results, path))
+        told = asyncio.create_task(self._watch(results))
+        try:
+            await asyncio.wait((told, lines), return_when=asyncio.FIRST_COMPLETED)
+            if told.done():
+                return told.result()
+            lines.result()
+            return "completed"
+        finally:
+            await cancel_all(lines, told)
+
+    async def _watch(self, results: Results) -> BatchStatus:
+        """Returns when the batch is cancelled or out of time."""
+        while True:
+            if self._store.cancelled_at(results.owner, results.batch["id"]):
+                return "cancelled"
+            if time.time() >= results.batch["expires_at"]:
+                return "expired"
+            await asyncio.to_thread(self._store.files.check_budget)
+            self._store.save(results.owner, results.batch, durable=False)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _run_all(self, results: Results, path: Path) -> None:
+        pending = results.pending(path)
+        async with asyncio.TaskGroup() as lines:
+            while line := await asyncio.to_thread(next, pending, None):
+                turn = await self._spare.take(results.owner, f"batch_req_{uuid.uuid4().hex}")
+                lines.create_task(self._run_line(results, line, turn))
+
+    async def _run_line(self, results: Results, line: BatchLine, turn: Turn) -> None:
+        """Until it is answered."""
+        pause, request_id = 1.0, turn.request_id
+        try:
+            while True:
+                answer = await self._spare.call(turn, self._call(results.owner, line, request_id))
+                if answer is None:
+                    self._spare.leave(turn)
+                    turn = await self._spare.take(results.owner, request_id)
+                elif answer[0] in TRANSIENT:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                else:
+                    results.add(answer[0], answer_line(line.custom_id, request_id, *answer))
+                    return
+        finally:
+            self._spare.leave(turn)
+
+    async def _call(self, owner: str, line: BatchLine, request_id: str) -> tuple[int, bytes]:
+        try:
+            key = self._keys.named(owner)
+        except Unauthenticated as error:  # the key was removed
+            response = error_response(error, request_id)
+            return response.status_code, bytes(response.body)
+        # A key's limits are those of its other requests.
+        caller = Caller(replace(key, rate=0.0, concurrency=0, priority=MAX_PRIORITY))
+        body = json.dumps(line.body).encode()
+        return await call(self._endpoints[line.endpoint], line.endpoint, body, caller, request_id)
+
+    async def _finish(self, results: Results, path: Path, status: BatchStatus) -> None:
+        owner, batch = results.owner, results.batch
+        batch["status"], batch["finalizing_at"] = "finalizing", int(time.time())
+        if status == "expired":
+            await asyncio.to_thread(results.expire, path)
+        output, errors = await asyncio.to_thread(results.announce)
+        self._store.end(owner, batch, status, output_file_id=output, error_file_id=errors)
+
+
+class Results:
+    """The files of a batch's results, and its counts. Lines that are there already are done."""
+
+    def __init__(self, store: BatchStore, owner: str, batch: BatchObject) -> None:
+        self.owner, self.batch = owner, batch
+        self._store = store
+        name = batch["id"].removeprefix("batch_")
+        self._ids = [f"file-{name}-{kind}" for kind in ("output", "errors")]
+        self._paths = [store.files.content(owner, each) for each in self._ids]
+        done, failed = map(finished_ids, self._paths)
+        self._done = done | failed
+        self._counts = batch["request_counts"]
+        self._counts["completed"], self._counts["failed"] = len(done), len(failed)
+
+    def __enter__(self) -> Results:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._files = [os.open(path, flags, 0o600) for path in self._paths]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files:
+            os.close(file)
+
+    def pending(self, path: Path) -> Iterator[BatchLine]:
+        return pending_lines(path, self._done)
+
+    def add(self, status: int, line: bytes) -> None:
+        failed = status != 200
+        # In one call: what another process or a crash leaves is a prefix of the lines.
+        os.write(self._files[failed], line)
+        self._counts["failed" if failed else "completed"] += 1
+
+    def expire(self, path: Path) -> None:
+        """What was not answered in time has its result too."""
+        self._done = set().union(*map(finished_ids, self._paths))
+        message = "the completion window was over before this request could run"
+        for line in self.pending(path):
+            request_id = f"batch_req_{uuid.uuid4().hex}"
+            self.add(0, failure_line(line.custom_id, request_id, "batch_expired", message))
+
+    def announce(self) -> tuple[str | None, str | None]:
+        """Makes the files known to the owner. Returns their ids; an empty one is removed."""
+        files, keep = self._store.files, self._store.files.keep_seconds
+        found: list[str | None] = []
+        for file, identity, path in zip(self._files, self._ids, self._paths, strict=True):
+            os.fsync(file)
+            if path.stat().st_size:
+                files.announce(self.owner, identity, f"{identity}.jsonl", "batch_output", keep)
+                found.append(identity)
+            else:
+                path.unlink()
+                found.append(None)
+        return found[0], found[1]
+
+
+def validate(path: Path, endpoint: str) -> tuple[int, list[BatchErrorObject]]:
+    """How many lines a file has, and what is wrong with them."""
+    total, wrong = check_lines(path, endpoint)
+    errors = [_error("invalid_line", each.message, line, each.field) for line, each in wrong]
+    if total > MAX_LINES:
+        errors.append(_error("too_many_lines", f"a batch has at most {MAX_LINES} lines"))
+    if not total and not errors:
+        errors.append(_error("empty_file", "the input file has no lines"))
+    return total, errors
+
+
+def _error(
+    code: str, message: str, line: int | None = None, param: str | None = None
+) -> BatchErrorObject:
+    return {"code": code, "line": line, "message": message, "param": param or None}
+
+
+def _take(lock: int) -> bool:
+    """The system releases it when the process dies."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+async def call(
+    endpoint: ASGIApp, path: str, body: bytes, caller: Caller, request_id: str
+) -> tuple[int, bytes]:
+    """Calls an endpoint of this process for a caller. Returns status and body."""
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+        "user": caller,
+        "state": {CONNECTION: None},
+    }
+    arriving: list[Message] = [{"type": "http.request", "body": body}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        # It never disconnects.
+        return arriving.pop() if arriving else await asyncio.get_running_loop().create_future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await endpoint(scope, receive, send)
+    if not sent:
+        return 0, b""
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])

@@ -1,0 +1,183 @@
+"""Batches on disk: tenant-NAME/ID.json is a batch as its owner sees it.
+
+    validating ──▶ in_progress ──▶ finalizing ──▶ completed
+        │               └─ cancelling, or out of time ─▶ cancelled, expired
+        └─▶ failed
+
+Whoever runs batches writes ID.json, and nobody else does once it exists: to cancel a batch, an
+ID.cancel is put beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+from baton.core.config import BatchesConfig
+from baton.core.errors import InvalidRequest
+from baton.router.edges.http.batches.file_store import FileStore, read_all, unknown, write_json
+
+# fmt: off
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing",
+    "completed", "expired", "cancelling", "cancelled",
+]
+# fmt: on
+ENDED = ("failed", "completed", "expired", "cancelled")
+_CANCELLABLE = ("validating", "in_progress")
+
+
+class BatchCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchErrorObject(TypedDict):
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+class BatchErrorList(TypedDict):
+    object: Literal["list"]
+    data: list[BatchErrorObject]
+
+
+class BatchObject(TypedDict):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrorList | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+
+
+class BatchStore:
+    def __init__(self, files: FileStore) -> None:
+        self.files = files
+        self._ended: set[str] = set()
+
+    def create(
+        self,
+        owner: str,
+        *,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        seconds: int,
+        metadata: Mapping[str, str] | None,
+    ) -> BatchObject:
+        self.files.file(owner, input_file_id)
+        now = int(time.time())
+        batch: BatchObject = {
+            "id": f"batch_{uuid.uuid4().hex}",
+            "object": "batch",
+            "endpoint": endpoint,
+            "errors": None,
+            "input_file_id": input_file_id,
+            "completion_window": window,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            "in_progress_at": None,
+            "expires_at": now + seconds,
+            "finalizing_at": None,
+            "completed_at": None,
+            "failed_at": None,
+            "expired_at": None,
+            "cancelling_at": None,
+            "cancelled_at": None,
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": dict(metadata) if metadata else None,
+        }
+        self.save(owner, batch)
+        return batch
+
+    def save(self, owner: str, batch: BatchObject, *, durable: bool = True) -> None:
+        write_json(self.files.path(owner, batch["id"], ".json"), batch, durable=durable)
+
+    def batches(self, owner: str) -> list[BatchObject]:
+        """Newest first."""
+        kept = read_all(self.files.folder(owner), "batch_*.json")
+        found = (self._seen(owner, batch) for batch in kept)
+        return sorted(found, key=lambda batch: (batch["created_at"], batch["id"]), reverse=True)
+
+    def batch(self, owner: str, batch_id: str) -> BatchObject:
+        try:
+            content = self.files.path(owner, batch_id, ".json").read_bytes()
+        except FileNotFoundError:
+            raise unknown(batch_id) from None
+        return self._seen(owner, json.loads(content))
+
+    def _seen(self, owner: str, batch: BatchObject) -> BatchObject:
+        """A batch with the news that its runner has not recorded yet."""
+        if batch["status"] in _CANCELLABLE and (at := self.cancelled_at(owner, batch["id"])):
+            batch["status"], batch["cancelling_at"] = "cancelling", at
+        return batch
+
+    def cancelled_at(self, owner: str, batch_id: str) -> int:
+        """When the owner cancelled the batch; 0 if never."""
+        try:
+            return int(self.files.path(owner, batch_id, ".cancel").stat().st_mtime)
+        except FileNotFoundError:
+            return 0
+
+    def cancel(self, owner: str, batch_id: str) -> BatchObject:
+        if (status := self.batch(owner, batch_id)["status"]) in (*ENDED, "finalizing"):
+            raise InvalidRequest(f"this batch is {status} and cannot be cancelled", field="id")
+        self.files.path(owner, batch_id, ".cancel").touch()
+        return self.batch(owner, batch_id)
+
+    def unfinished(self, owner: str) -> BatchObject | None:
+        """The oldest that has not ended. Asked often: what has ended is read once."""
+        found = []
+        for path in self.files.folder(owner).glob("batch_*.json"):
+            if path.stem not in self._ended:
+                batch = self.batch(owner, path.stem)
+                if batch["status"] in ENDED:
+                    self._ended.add(path.stem)
+                else:
+                    found.append(batch)
+        return min(found, key=lambda batch: batch["created_at"], default=None)
+
+    def end(self, owner: str, batch: BatchObject, status: BatchStatus, **changes: Any) -> None:
+        """Records how a batch ended, and forgets that it was cancelled."""
+        stamp: Any = {f"{status}_at": int(time.time()), "status": status, **changes}
+        batch.update(stamp)
+        self.save(owner, batch)
+        self.files.path(owner, batch["id"], ".cancel").unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Deletes what has expired."""
+        self.files.sweep()
+        oldest = time.time() - self.files.keep_seconds
+        for owner in self.files.owners:
+            for batch in self.batches(owner):
+                if batch["status"] in ENDED and batch["created_at"] < oldest:
+                    self.files.path(owner, batch["id"], ".json").unlink(missing_ok=True)
+
+
+def open_batches(config: BatchesConfig) -> BatchStore | None:
+    return BatchStore(FileStore(config)) if config.folder else None

@@ -1,0 +1,147 @@
+"""When a request of a batch may run: where workers have nothing else to do.
+
+It starts where no request waits, some prefill worker has half of its backlog free, and some decode
+worker has pages to spare. It has the last priority, in the wait queue and on workers. Those finish
+what they have begun, so while another request waits, the youngest of a batch gives way, one at a
+time, and runs again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from baton.core.config import Config
+from baton.core.tasks import cancel_all
+from baton.core.types import Role
+from baton.router.edges.edge_context import EdgeContext
+from baton.router.observe.ledger import AnswerLedger, RequestLedger
+from baton.router.workers.link import WorkerLink
+
+TICK_SECONDS = 0.01
+IDLE_SECONDS = 0.2
+"""Between two looks, with and without requests of batches."""
+
+SPARE_PAGES = 0.25
+"""Share of a decode worker's pages that is left to other requests."""
+
+YIELD_SECONDS = 0.25
+"""Between two requests that give way: workers report how it helped in about this time."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """A request's leave to run."""
+
+    owner: str
+    request_id: str
+    granted: asyncio.Future[None]
+    call: asyncio.Task[Any] | None = None
+    ledger: RequestLedger | None = None  # of the call, once it has one
+    yielded: bool = False
+
+    @property
+    def answers(self) -> Sequence[AnswerLedger]:
+        return self.ledger.answers if self.ledger else ()
+
+    @property
+    def placed(self) -> bool:
+        return any(answer.placed for answer in self.answers)
+
+    @property
+    def queued(self) -> int:
+        """Answers that wait in the router."""
+        return sum(bool(answer.ready and not answer.placed) for answer in self.answers)
+
+
+class SpareCapacity:
+    def __init__(self, context: EdgeContext, config: Config) -> None:
+        self._serving = context.serving
+        self._membership = context.membership
+        # At most half of all requests: batches never make the router refuse others.
+        self._limit = min(config.batches.max_requests, max(1, config.router.max_requests // 2))
+        self._backlog = max(1, config.router.worker_backlog // 2)
+        self._waiting: deque[Turn] = deque()
+        self._running: list[Turn] = []  # the oldest first
+        self._yielded_at = 0.0
+
+    async def take(self, owner: str, request_id: str) -> Turn:
+        """Waits until a request may start, in order of calls. The caller leaves in the end."""
+        turn = Turn(owner, request_id, asyncio.get_running_loop().create_future())
+        self._waiting.append(turn)
+        try:
+            await turn.granted
+        except asyncio.CancelledError:
+            self.leave(turn)
+            raise
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """No effect on a turn that is over."""
+        for turns in (self._waiting, self._running):
+            if turn in turns:
+                turns.remove(turn)
+
+    async def call(self, turn: Turn, work: Coroutine[None, None, Result]) -> Result | None:
+        """Runs the request. None where it gave way to others."""
+        turn.ledger = None
+        call = turn.call = asyncio.create_task(work)
+        try:
+            await asyncio.wait([call])
+            return None if turn.yielded and call.cancelled() else call.result()
+        finally:
+            await cancel_all(call)
+
+    async def run(self) -> None:
+        while True:
+            busy = self._running or self._waiting
+            await asyncio.sleep(TICK_SECONDS if busy else IDLE_SECONDS)
+            for turn in self._running:
+                turn.ledger = turn.ledger or self._serving.ledgers.find(turn.request_id, turn.owner)
+            self._give_way()
+            while self._waiting and self._has_room():
+                turn = self._waiting.popleft()
+                if not turn.granted.done():  # or its batch was cancelled
+                    self._running.append(turn)
+                    turn.granted.set_result(None)
+
+    def _has_room(self) -> bool:
+        prefill = list(self._membership.usable(Role.PREFILL))
+        decode = list(self._membership.usable(Role.DECODE))
+        return (
+            len(self._running) < self._limit
+            and not self._serving.draining
+            and self._serving.admission.queued == 0
+            # Those may find the same worker empty.
+            and sum(not turn.placed for turn in self._running) <= len(prefill)
+            and any(len(link.prompts) < self._backlog for link in prefill or decode)
+            and any(_is_spare(link) for link in decode)
+        )
+
+    def _give_way(self) -> None:
+        others = self._serving.active - sum(len(turn.answers) for turn in self._running)
+        now = time.monotonic()
+        if others <= 0 or now < self._yielded_at + YIELD_SECONDS or not self._others_wait():
+            return
+        self._yielded_at = now
+        for turn in reversed(self._running):
+            if turn.call and not turn.call.done():
+                turn.yielded = turn.call.cancel()
+                return
+
+    def _others_wait(self) -> bool:
+        """In the router, where requests of batches are counted too, or in a decode worker."""
+        own = sum(turn.queued for turn in self._running)
+        decode = self._membership.usable(Role.DECODE)
+        return self._serving.admission.queued > own or any(link.load.waiting for link in decode)
+
+
+def _is_spare(decode: WorkerLink) -> bool:
+    load = decode.load
+    return not load.waiting and load.free_pages > SPARE_PAGES * decode.total_pages

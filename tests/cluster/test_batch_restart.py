@@ -1,0 +1,133 @@
+"""Batches with the OpenAI SDK on a real cluster: over a router's death, beside other requests."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from conftest import SIZES, TREE
+from openai.types import Batch
+from processes import ProcessCluster
+
+from baton.core.model_store import EMBEDDED
+
+MODEL = "SmolLM2-135M-Instruct"
+SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    folder = tmp_path_factory.mktemp("batches")
+    # Two requests fill a decode worker.
+    decode = {**SIZES, "max_batch": 2}
+    tree = {**TREE, "decode": decode, "batches": {"folder": str(folder / "kept")}}
+    with ProcessCluster(EMBEDDED, folder, tree=tree) as cluster:
+        yield cluster
+
+
+def sdk(cluster: ProcessCluster) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
+
+
+def start(client: openai.OpenAI, endpoint: str, bodies: dict[str, dict[str, object]]) -> Batch:
+    lines = [
+        {"custom_id": name, "method": "POST", "url": endpoint, "body": {"model": MODEL, **body}}
+        for name, body in bodies.items()
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id,
+        endpoint=endpoint,  # type: ignore[arg-type]
+        completion_window="24h",
+    )
+
+
+def wait(client: openai.OpenAI, batch: Batch, until: Callable[[Batch], bool]) -> Batch:
+    deadline = time.monotonic() + SECONDS
+    while not until(batch):
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    return batch
+
+
+def has_answers(batch: Batch) -> bool:
+    return batch.request_counts is not None and batch.request_counts.completed > 0
+
+
+def is_completed(batch: Batch) -> bool:
+    assert batch.status in ("validating", "in_progress", "finalizing", "completed"), batch
+    return batch.status == "completed"
+
+
+def output(client: openai.OpenAI, batch: Batch) -> dict[str, dict[str, object]]:
+    assert batch.output_file_id
+    lines = client.files.content(batch.output_file_id).text.splitlines()
+    found = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, lines)}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_a_batch_outlives_its_router(cluster: ProcessCluster, tmp_path: Path) -> None:
+    asked = {
+        f"q{index}": {
+            "messages": [{"role": "user", "content": f"Name {index} animals."}],
+            "max_tokens": 40,
+            "temperature": 0,
+        }
+        for index in range(2, 26)
+    }
+    with sdk(cluster) as client:
+        batch = start(client, "/v1/chat/completions", asked)
+        batch = wait(
+            client, batch, lambda it: bool(it.request_counts and it.request_counts.completed)
+        )
+        assert batch.status == "in_progress"
+    cluster.router.kill()
+    cluster.start_router()
+    with sdk(cluster) as client:
+        batch = wait(client, batch, is_completed)
+        answers = output(client, batch)
+        assert answers.keys() == asked.keys()
+        assert batch.request_counts
+        assert (batch.request_counts.completed, batch.error_file_id) == (len(asked), None)
+        for name in ("q2", "q13", "q25"):
+            live = client.chat.completions.create(model=MODEL, **asked[name])  # type: ignore[call-overload]
+            assert answers[name]["choices"] == [live.choices[0].model_dump(exclude_unset=True)]
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses"])
+def test_other_endpoints_are_served(cluster: ProcessCluster, endpoint: str) -> None:
+    field = "prompt" if endpoint == "/v1/completions" else "input"
+    body = {field: "What is the capital of France?", "temperature": 0}
+    with sdk(cluster) as client:
+        batch = wait(client, start(client, endpoint, {"a": body}), is_completed)
+        assert "Paris" in json.dumps(output(client, batch)["a"])
+
+
+def test_a_batch_gives_way_to_other_requests(cluster: ProcessCluster) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
+    bodies = {f"story-{index}": body for index in range(6)}
+    with sdk(cluster) as client:
+        batch = start(client, "/v1/completions", bodies)
+        deadline = time.monotonic() + SECONDS
+        while "CANCELLED" not in outcomes(cluster, "batch_req_"):
+            assert time.monotonic() < deadline
+            client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)
+        batch = wait(client, batch, is_completed)
+        assert output(client, batch).keys() == bodies.keys()
+    cluster.wait_idle()
+
+
+def outcomes(cluster: ProcessCluster, prefix: str) -> list[str]:
+    """Of the latest requests whose ids begin so."""
+    answer = httpx.get(f"http://{cluster.http}/v1/requests?limit=200")
+    recent = answer.raise_for_status().json()["data"]
+    return [each["outcome"] for each in recent if each["requestId"].startswith(prefix)]

@@ -1,0 +1,262 @@
+"""/v1/files and /v1/batches with the OpenAI SDK, on a router in front of workers that answer at
+once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from front_door import front_door
+from openai.types import Batch
+
+from baton.core.api_keys import make_key, write_keys
+from baton.router.server import RouterServer
+
+MODEL = "SmolLM2-135M-Instruct"
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def line(name: str, url: str = "/v1/chat/completions", **body: object) -> dict[str, object]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": {**CHAT, **body}}
+
+
+def jsonl(*lines: object) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+def chats(count: int, **body: object) -> bytes:
+    return jsonl(*(line(f"line-{index}", **body) for index in range(count)))
+
+
+def sdk(server: RouterServer, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"http://{server.http_address}/v1", api_key=key, max_retries=0
+    )
+
+
+@asynccontextmanager
+async def door(
+    folder: Path, step_seconds: float = 0.0, keys: str = "", **batches: object
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    tree: dict[str, object] = {"batches": {"folder": str(folder), **batches}}
+    async with (
+        front_door(tree, step_seconds=step_seconds, keys=keys) as server,
+        sdk(server) as client,
+    ):
+        yield client
+
+
+async def start(client: openai.AsyncOpenAI, content: bytes, window: str = "24h") -> Batch:
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window=window,  # type: ignore[arg-type]
+        metadata={"why": "a test"},
+    )
+
+
+async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
+    async with asyncio.timeout(60):
+        while batch.status not in ENDED:
+            await asyncio.sleep(0.05)
+            batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, dict[str, object]]:
+    """By custom_id, of which each must be there once."""
+    assert file_id
+    found = [json.loads(each) for each in (await client.files.content(file_id)).text.splitlines()]
+    by_id = {each["custom_id"]: each for each in found}
+    assert len(by_id) == len(found)
+    return by_id
+
+
+async def test_a_batch_is_answered_line_by_line(tmp_path: Path) -> None:
+    async with door(tmp_path / "batches") as client:
+        content = chats(5) + jsonl(line("wrong", temperature=9), line("other", model="other"))
+        batch = await start(client, content)
+        assert (batch.status, batch.metadata) == ("validating", {"why": "a test"})
+        batch = await ended(client, batch)
+        assert batch.status == "completed"
+        assert batch.request_counts
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (7, 5, 2)
+        output = await results(client, batch.output_file_id)
+        assert sorted(output) == [f"line-{index}" for index in range(5)]
+        answer = output["line-0"]
+        assert answer["error"] is None
+        assert str(answer["id"]).startswith("batch_req_")
+        response = answer["response"]
+        assert isinstance(response, dict)
+        assert response["status_code"] == 200
+        chat = openai.types.chat.ChatCompletion.model_validate(response["body"])
+        assert chat.usage
+        assert chat.usage.completion_tokens == 4
+        errors = await results(client, batch.error_file_id)
+        statuses = {name: each["response"]["status_code"] for name, each in errors.items()}  # type: ignore[index]
+        assert statuses == {"wrong": 400, "other": 404}
+
+
+async def test_lines_that_are_wrong_are_named_before_any_runs(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        content = jsonl(
+            line("a"),
+            line("a"),
+            line("b", url="/v1/completions"),
+            line("c", url="/v1/embeddings"),
+            line("d", stream=True),
+            {"custom_id": "e"},
+            [],
+        )
+        batch = await ended(client, await start(client, b"\n" + content + b"{\n"))
+        assert batch.status == "failed"
+        assert batch.errors
+        found = [(each.line, each.param) for each in batch.errors.data or ()]
+        fields = ["custom_id", "url", "url", "body.stream", "url", None, None]
+        assert found == list(zip(range(3, 10), fields, strict=True))
+        empty = await ended(client, await start(client, b"\n"))
+        assert empty.errors
+        assert [each.code for each in empty.errors.data or ()] == ["empty_file"]
+
+
+async def test_files_are_listed_retrieved_and_deleted(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        content = chats(2)
+        files = [
+            await client.files.create(file=(f"{index}.jsonl", content), purpose="batch")
+            for index in range(3)
+        ]
+        file = await client.files.retrieve(files[0].id)
+        assert (file.bytes, file.filename, file.purpose) == (len(content), "0.jsonl", "batch")
+        assert (await client.files.content(file.id)).content == content
+        listed = [each.id async for each in client.files.list(limit=2)]
+        assert sorted(listed) == sorted(each.id for each in files)
+        assert (await client.files.delete(file.id)).deleted
+        for call in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError, match="there is no 'file-"):
+                await call(file.id)
+        for name in ("file-x", "../lock", "%2e%2e%2flock"):
+            with pytest.raises(openai.NotFoundError):
+                await client.files.content(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "file", "message"),
+    [
+        ({"purpose": "assistants"}, b"{}", "purpose"),
+        ({}, b"{}", "purpose"),
+        ({"purpose": "batch"}, None, "file is missing"),
+        ({"purpose": "batch", "expires_after[seconds]": "1"}, b"{}", "expires_after"),
+    ],
+)
+async def test_a_wrong_upload_is_refused(
+    fields: dict[str, str], file: bytes | None, message: str, tmp_path: Path
+) -> None:
+    async with door(tmp_path) as client:
+        parts = {"file": ("in.jsonl", file)} if file else {"other": ("in.jsonl", b"")}
+        url = f"{client.base_url}files"
+        async with httpx.AsyncClient() as plain:
+            answer = await plain.post(url, data=fields, files=parts)
+            assert (answer.status_code, message in answer.text) == (400, True)
+            assert (await plain.post(url, json=fields)).status_code == 415
+
+
+async def test_each_key_has_its_own(tmp_path: Path) -> None:
+    made = {name: make_key(name, rate=100.0, concurrency=1) for name in ("one", "two")}
+    keys = tmp_path / "keys.yaml"
+    write_keys(keys, [key for _, key in made.values()])
+    async with door(tmp_path / "batches", keys=str(keys)) as anonymous:
+        one, two = (anonymous.with_options(api_key=secret) for secret, _ in made.values())
+        # More lines at once than its concurrency allows other requests.
+        batch = await ended(one, await start(one, chats(20)))
+        assert batch.status == "completed"
+        assert batch.output_file_id
+        with pytest.raises(openai.AuthenticationError):
+            await anonymous.batches.retrieve(batch.id)
+        for call in (two.batches.retrieve, two.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await call(batch.id)
+        for file_id in (batch.input_file_id, batch.output_file_id):
+            with pytest.raises(openai.NotFoundError):
+                await two.files.content(file_id)
+        with pytest.raises(openai.NotFoundError):
+            await two.batches.create(
+                input_file_id=batch.input_file_id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+            )
+        assert [each.id async for each in two.files.list()] == []
+        assert [each.id async for each in two.batches.list()] == []
+        assert [each.id async for each in one.batches.list()] == [batch.id]
+
+
+async def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
+    async with door(tmp_path, step_seconds=0.01, max_requests=2) as client:
+        batch = await start(client, chats(200, max_tokens=20))
+        while not (counts := batch.request_counts) or not counts.completed:
+            await asyncio.sleep(0.05)
+            batch = await client.batches.retrieve(batch.id)
+        assert (await client.batches.cancel(batch.id)).status in ("cancelling", "cancelled")
+        batch = await ended(client, batch)
+        assert batch.status == "cancelled"
+        assert batch.request_counts
+        done = await results(client, batch.output_file_id)
+        assert 0 < len(done) == batch.request_counts.completed < 200
+        with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
+            await client.batches.cancel(batch.id)
+
+
+async def test_a_batch_ends_with_its_window(tmp_path: Path) -> None:
+    async with door(tmp_path, step_seconds=0.01, max_requests=2) as client:
+        batch = await ended(client, await start(client, chats(300, max_tokens=20), "2s"))
+        assert batch.status == "expired"
+        done = await results(client, batch.output_file_id)
+        late = await results(client, batch.error_file_id)
+        assert len(done) + len(late) == 300
+        codes = {each["error"]["code"] for each in late.values()}  # type: ignore[index]
+        assert codes == {"batch_expired"}
+
+
+async def test_a_restarted_router_runs_only_what_is_left(tmp_path: Path) -> None:
+    async with door(tmp_path, step_seconds=0.01, max_requests=4) as client:
+        batch = await start(client, chats(60, max_tokens=20))
+        while not (counts := batch.request_counts) or counts.completed < 5:
+            await asyncio.sleep(0.05)
+            batch = await client.batches.retrieve(batch.id)
+    output = tmp_path / "tenant-" / f"file-{batch.id.removeprefix('batch_')}-output.jsonl"
+    before = output.read_bytes()
+    assert before.count(b"\n") < 60
+    # As if the power had gone in the middle of a line.
+    output.write_bytes(before + b'{"id": "batch_req_')
+    async with door(tmp_path) as client:
+        batch = await ended(client, batch)
+        assert batch.status == "completed"
+        assert len(await results(client, batch.output_file_id)) == 60
+    assert output.read_bytes().startswith(before)
+
+
+async def test_files_have_a_budget(tmp_path: Path) -> None:
+    content = chats(10)
+    async with door(tmp_path, budget=len(content) + 1000) as client:
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        with pytest.raises(openai.RateLimitError, match="delete some"):
+            await client.files.create(file=("in.jsonl", content), purpose="batch")
+        await client.files.delete(file.id)
+        await client.files.create(file=("in.jsonl", content), purpose="batch")
+
+
+async def test_without_a_folder_nothing_is_kept() -> None:
+    async with front_door() as server, sdk(server) as client:
+        with pytest.raises(openai.BadRequestError, match=r"batches\.folder is not set"):
+            await client.files.create(file=("in.jsonl", chats(1)), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match=r"batches\.folder is not set"):
+            await client.batches.list()
