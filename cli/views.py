@@ -57,12 +57,20 @@ _PHASES = {
 }
 
 
+def _priorities(status: cluster_pb2.StatusResponse) -> str:
+    """How many of the queued requests have which priority, where it is not 0 for all."""
+    queued = status.queued_priorities
+    if all(each.priority == 0 for each in queued):
+        return ""
+    return f" ({', '.join(f'{each.requests} of priority {each.priority}' for each in queued)})"
+
+
 def status_table(status: cluster_pb2.StatusResponse, address: str) -> RenderableType:
     """A line for the router, a row for each worker, then faults. Fits 80 columns."""
     router = Text.assemble(
         (status.model, "bold"),
         f" by {status.router_id} at {address}, up {duration(status.uptime_seconds)},"
-        f" {status.active_requests} active, {status.queued_requests} queued,"
+        f" {status.active_requests} active, {status.queued_requests} queued{_priorities(status)},"
         f" {status.finished_requests} finished",
         (" (draining)" if status.draining else "", "yellow"),
     )

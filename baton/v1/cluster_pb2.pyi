@@ -698,6 +698,7 @@ class StatusResponse(_message.Message):
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     QUEUE_LIMIT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    QUEUED_PRIORITIES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router that answers."""
     uptime_seconds: _builtins.float
@@ -718,6 +719,10 @@ class StatusResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """One entry a worker."""
 
+    @_builtins.property
+    def queued_priorities(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueuedPriority]:
+        """The queued requests by priority, the first to be admitted first."""
+
     def __init__(
         self,
         *,
@@ -730,14 +735,39 @@ class StatusResponse(_message.Message):
         queued_requests: _builtins.int = ...,
         queue_limit: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        queued_priorities: _abc.Iterable[Global___QueuedPriority] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "draining", b"draining", "finished_requests", b"finished_requests", "model", b"model", "queue_limit", b"queue_limit", "queued_requests", b"queued_requests", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "draining", b"draining", "finished_requests", b"finished_requests", "model", b"model", "queue_limit", b"queue_limit", "queued_priorities", b"queued_priorities", "queued_requests", b"queued_requests", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class QueuedPriority(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    priority: _builtins.int
+    """As in GenerateRequest."""
+    requests: _builtins.int
+    """How many wait with it."""
+    def __init__(
+        self,
+        *,
+        priority: _builtins.int = ...,
+        requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuedPriority: _TypeAlias = QueuedPriority  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

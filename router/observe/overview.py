@@ -42,6 +42,10 @@ class RouterOverview:
             queued_requests=self.serving.admission.queued,
             queue_limit=self.queue_limit,
             draining=self.serving.draining,
+            queued_priorities=[
+                pb.QueuedPriority(priority=priority, requests=requests)
+                for priority, requests in self.serving.admission.priorities.items()
+            ],
             workers=[
                 _worker_status(link, agents, self.membership) for link in self.membership.links
             ],

@@ -180,6 +180,10 @@ class Admission:
         return len(self._waiters)
 
     @property
+    def priorities(self) -> dict[int, int]:
+        return self._queue.priorities
+
+    @property
     def retry_after(self) -> float:
         """Seconds after which a request that is refused now may be admitted."""
         return self._queue.retry_after

@@ -96,6 +96,7 @@ async def test_a_full_queue_refuses_a_waiting_request_for_an_earlier_one(
     admission, first = await with_busy_worker(membership, await worker.start(), config)
     batch = asyncio.create_task(assigned(admission, priority=1000))
     await asyncio.sleep(0)
+    assert admission.priorities == {1000: 1}
     live = asyncio.create_task(assigned(admission))
     with pytest.raises(Exhausted, match="requests of others go first"):
         await batch

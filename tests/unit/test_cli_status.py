@@ -25,6 +25,13 @@ def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRoute
     ]
 
 
+def test_queued_requests_are_shown_by_priority(router: ScriptedRouter) -> None:
+    for priority, requests in ((0, 1), (1000, 40)):
+        router.status.queued_priorities.add(priority=priority, requests=requests)
+    shown = " ".join(run(router, "status").stdout.split())
+    assert "1 queued (1 of priority 0, 40 of priority 1000)," in shown
+
+
 def test_the_table_and_json_count_the_same_pages_as_free(router: ScriptedRouter) -> None:
     load = json.loads(run(router, "status", "--json").stdout)["workers"][1]["load"]
     lines = run(router, "status").stdout.splitlines()

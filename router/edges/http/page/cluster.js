@@ -35,10 +35,11 @@ function bullets(lines) {
 }
 
 function router(status) {
+  const priorities = (status.queued_priorities ?? []).map((each) => `${count(each.requests)} of priority ${each.priority}`);
   const fact = (name, value) => element("span", "", element("b", "", value), ` ${name}`);
   return element(
     "div", "router", element("strong", "", "Router"), fact("in progress", count(status.active_requests)),
-    fact(`of ${count(status.queue_limit)} queued`, count(status.queued_requests)),
+    fact(`of ${count(status.queue_limit)} queued${priorities.length > 1 ? ` (${priorities.join(", ")})` : ""}`, count(status.queued_requests)),
     fact("finished", count(status.finished_requests)),
     ...(status.draining ? [element("span", "not-ok", "draining")] : []),
   );
