@@ -140,7 +140,7 @@ def test_preempted_requests_answer_as_transformers_does(name: str, tmp_path: Pat
         for flushed in (False, True):
             for _ in range(3):
                 workers.step()
-            workers.scheduler._preempt_youngest()
+            workers.scheduler._preempt_last()
             if flushed:
                 workers.decode.pool.lease([], workers.decode.pool.free).release()
             workers.step()
