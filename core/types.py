@@ -243,6 +243,8 @@ ToolFormatName = Literal[
     "auto",
     "deepseek-v3",
     "deepseek-v3.1",
+    "functiongemma",
+    "gemma",
     "glm",
     "harmony",
     "hermes",

@@ -16,11 +16,10 @@ from baton.router.answers.tool_formats import (
     HARMONY,
     HARMONY_ENDS,
     HERMES,
-    SpecialId,
     ToolFormat,
-    literal,
     tool_format_of,
 )
+from baton.router.answers.tool_grammar import CallGrammar, SpecialId, literal
 from baton.router.prompts.output_grammar import after_reasoning, either, within
 
 THINK, END_THINK = "<think>", "</think>"
@@ -69,7 +68,7 @@ class AnswerFormat:
 
     def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
         """The structure of an answer that is exactly one tool call."""
-        return Structure("lark", self.tools.grammar(chat.callable_tools, special_id))
+        return Structure("lark", CallGrammar(self.tools, special_id).of(chat.callable_tools))
 
 
 def _in_messages(grammars: Sequence[str], special_id: SpecialId, *, called: bool) -> str:

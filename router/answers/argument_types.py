@@ -33,7 +33,7 @@ class Argument(NamedTuple):
 def argument_schemas(tool: Tool) -> Iterator[Argument]:
     """Each argument's schema, which stands by itself."""
     whole = json.loads(tool.parameters)
-    properties, required = whole.get("properties"), whole.get("required", ())
+    properties, required = whole.get("properties"), _listed(whole.get("required"))
     shared = {name: whole[name] for name in _DEFINITIONS if name in whole}
     for key, schema in (properties if isinstance(properties, dict) else {}).items():
         found = _resolved(schema, whole)
@@ -55,14 +55,24 @@ def types_of(schema: Schema) -> set[str]:
     """The types that a value may have; empty where the schema does not say."""
     given = schema.get("type")
     if given is not None:
-        listed = given if isinstance(given, list) else [given]
-        return {each for each in listed if isinstance(each, str)}
+        return {each for each in _listed(given) or [given] if isinstance(each, str)}
     if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
+        values = _listed(schema.get("enum", [schema.get("const")]))
         return {_KINDS[type(value)] for value in values}
-    choices = schema.get("anyOf") or schema.get("oneOf") or []
+    choices = _listed(schema.get("anyOf") or schema.get("oneOf"))
     found = [types_of(choice) if isinstance(choice, dict) else set() for choice in choices]
     return set().union(*found) if all(found) else set()
+
+
+def _listed(value: object) -> list[Any]:
+    """Callers' schemas are not checked."""
+    return value if isinstance(value, list) else []
+
+
+def is_scalar(schema: Schema) -> bool:
+    """Whether a value is a number or a word of JSON."""
+    types = types_of(schema)
+    return bool(types) and types <= {"integer", "number", "boolean", "null"}
 
 
 def is_text(schema: Schema) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from baton.core.types import Tool
 from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
 from baton.router.answers.argument_types import Schema, argument_schemas, as_json, types_of
+from baton.router.answers.loose_json import LooseJson, escaped
 from baton.router.answers.splitters import Steps, held_back
 from baton.router.answers.tool_formats import Pairs, ToolFormat
 
@@ -106,11 +107,11 @@ class ToolCallSplitter:
 
     def _scan_calls(self) -> Steps:
         form, another = self._form, True
-        if not form.divider and form.before.strip():
+        if not form.named and form.before.strip():
             yield from self._mark(form.before.strip())
         while another:
             self._closing = False
-            yield from self._named_call() if form.divider else self._json_call()
+            yield from self._named_call() if form.named else self._json_call()
             self._scanned, self._named = "", False
             self._closing = self._after_call = True
             another = yield from self._separator()
@@ -198,12 +199,18 @@ class ToolCallSplitter:
         first = yield from self._visible()
         _require(first == "{")
         self._emit_name(name, call_id=call_id)
+        if form.quote:
+            yield from self._loose(LooseJson(form.quote))
+            return
         raw, _ = yield from self._value(first, streams=True)
         self._emit_arguments(raw[-1])
 
     def _head(self) -> Generator[None, None, str]:
         """Scans what is before a call's arguments, and what ends its name."""
-        head, end = (yield from self._visible()), self._form.name_end
+        end, before = self._form.name_end, self._form.before.strip()
+        if before and not end:
+            yield from self._mark(before)
+        head = yield from self._visible()
         while not head.endswith(end) if end else head[-1].isalnum() or head[-1] in "_-":
             head += yield from self._next()
             _require(len(head) <= MAX_HEAD)
@@ -239,9 +246,15 @@ class ToolCallSplitter:
         held = (yield from self._next()).removeprefix(frame)
         while not held.endswith(end):
             sure = len(held) - held_back(held, [end, frame + end])
-            self._emit_arguments(_escaped(held[:sure]))
+            self._emit_arguments(escaped(held[:sure]))
             held = held[sure:] + (yield from self._next())
-        self._emit_arguments(_escaped(held.removesuffix(end).removesuffix(frame)) + '"')
+        self._emit_arguments(escaped(held.removesuffix(end).removesuffix(frame)) + '"')
+
+    def _loose(self, loose: LooseJson) -> Steps:
+        """Scans an object after its first character, and emits it as JSON."""
+        self._emit_arguments(loose.push("{"))
+        while not loose.done:
+            self._emit_arguments(loose.push((yield from self._next())))
 
     def _mark(self, *marks: str) -> Generator[None, None, str]:
         """Scans one of the marks, and white space before it."""
@@ -309,8 +322,3 @@ def _loads(raw: str) -> Any:
         return json.loads(raw)
     except (ValueError, RecursionError):
         raise Malformed from None
-
-
-def _escaped(text: str) -> str:
-    """As within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -13,6 +13,8 @@ kimi           in a section: <|tool_call_begin|>functions.name:0<|tool_call_argu
                <|tool_call_end|>, with that as the call's id
 qwen3-coder    <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
 glm            <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+gemma          <|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>
+functiongemma  <start_function_call>call:name{key:<escape>text<escape>}<end_function_call>
 harmony        <|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>, as
                gpt-oss writes; its other messages are content and reasoning (harmony_splitter.py)
 
@@ -21,25 +23,13 @@ qwen3-coder and glm write values without types; the tool's JSON Schema has them.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from baton.core.types import Tool
-from baton.router.answers.argument_types import Argument, Schema, argument_schemas, is_text
-from baton.router.prompts.output_grammar import ONE_LINE
-
-SpecialId = Callable[[str], int | None]
-"""The id of a special token, which no text encodes to; None for any other text."""
-
-MAX_COUNTED = 256
-"""A longer text may have any length: grammars grow with what they count."""
-
-MARK = re.compile(r"(</?[|｜]?[\w▁]+[|｜]?>|\[[A-Z_]+\])")
+MARK = re.compile(r'(</?[|｜]?[\w▁"]+[|｜]?>|\[[A-Z_]+\])')
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 
@@ -63,7 +53,8 @@ class Pairs:
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A call is opener, before, name, divider, arguments, closer; or name and arguments are one
-    JSON object, where there is no divider. White space is what a model is made to write."""
+    JSON object, where there is neither divider nor quote. White space is what a model is made to
+    write."""
 
     name: str
     sign: str  # a regular expression that finds the format in a chat template
@@ -73,6 +64,7 @@ class ToolFormat:
     divider: str = ""
     id_mark: str = ""  # before an id between the name and the divider
     pairs: Pairs | None = None
+    quote: str = ""  # around strings, where arguments are not quite JSON (loose_json.py)
     section: tuple[str, str] = ("", "")  # around all calls
     arguments: str = "arguments"  # key of the arguments
     separator: str = ""  # between two calls, which share opener and closer
@@ -85,6 +77,11 @@ class ToolFormat:
         if self.ids == "short":
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
+
+    @property
+    def named(self) -> bool:
+        """Whether the name is outside of the arguments' object."""
+        return bool(self.divider or self.quote)
 
     @property
     def name_end(self) -> str:
@@ -100,89 +97,11 @@ class ToolFormat:
     @property
     def marks(self) -> set[str]:
         """Tokens that have to be read as text, even where they are special."""
-        texts = [self.opener, self.closer, self.before, self.divider, self.id_mark, *self.section]
+        texts = [self.opener, self.closer, self.before, self.divider, self.id_mark, self.quote]
+        texts += self.section
         if self.pairs:
             texts += astuple(self.pairs)
         return {mark for text in texts for mark in MARK.findall(text)}
-
-    def grammar(self, tools: Sequence[Tool], special_id: SpecialId) -> str:
-        """One call of one of the tools, in llguidance's Lark."""
-        if not self.divider:
-            call = f"call: {_json(self._call_schema(tools))}"
-            return f"start: {self._around('call', special_id)}\n{call}"
-        rules = [rule for each in enumerate(tools) for rule in self._named_call(*each, special_id)]
-        names = " | ".join(f"call_{index}" for index in range(len(tools)))
-        return "\n".join((f"start: {self._around(f'({names})', special_id)}", *rules))
-
-    def _around(self, call: str, special_id: SpecialId) -> str:
-        if self.bare:
-            return call
-        opener, closer = self.section[0] + self.opener + self.before, self.closer + self.section[1]
-        return f"{literal(opener, special_id)} {call} {literal(closer, special_id)}"
-
-    def _named_call(self, index: int, tool: Tool, special_id: SpecialId) -> Iterator[str]:
-        head = f"{json.dumps(tool.name)} {literal(self.divider, special_id)}"
-        if self.pairs is None:
-            yield f"call_{index}: {head} arguments_{index}"
-            yield f"arguments_{index}: {_json(json.loads(tool.parameters))}"
-            return
-        names: list[str] = []
-        rules: list[str] = []
-        for number, argument in enumerate(argument_schemas(tool)):
-            name = f"argument_{index}_{number}"
-            names.append(name if argument.required else f"{name}?")
-            rules += self._pair(self.pairs, name, argument, special_id)
-        yield f"call_{index}: {' '.join((head, *names))} {literal(self.pairs.end, special_id)}"
-        yield from rules
-
-    def _pair(
-        self, pairs: Pairs, name: str, argument: Argument, special_id: SpecialId
-    ) -> Iterator[str]:
-        schema, key = argument.schema, json.dumps(argument.key, ensure_ascii=False)
-        begin, end = (literal(each, special_id) for each in (pairs.key, pairs.value_end))
-        head = f"{begin} {key} {literal(pairs.key_end + pairs.value, special_id)}"
-        if not is_text(schema):
-            yield f"{name}: {head} {name}_value {end}"
-            yield f"{name}_value: {_json(schema)}"
-        elif choices := schema.get("enum"):
-            texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
-            yield f"{name}: {head} ({texts}) {end}"
-        elif schema.get("maxLength", MAX_COUNTED + 1) <= MAX_COUNTED:
-            yield f"{name}: {head} {name}_text {end}"
-            yield f"{name}_text: /(.|\\n){{{schema.get('minLength', 0)},{schema['maxLength']}}}/"
-        else:
-            yield f"{name}: {head} {name}_text"
-            ending = re.escape(pairs.value_end).replace("\\\n", "\\n").replace("/", "\\/")
-            yield f"{name}_text[lazy]: /(.|\\n)*{ending}/"
-
-    def _call_schema(self, tools: Sequence[Tool]) -> Schema:
-        calls: list[Schema] = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.name},
-                    self.arguments: json.loads(tool.parameters),
-                },
-                "required": ["name", self.arguments],
-                "additionalProperties": False,
-            }
-            for tool in tools
-        ]
-        return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
-
-def literal(text: str, special_id: SpecialId) -> str:
-    """Lark for a text, in which special tokens are such."""
-    pieces = []
-    for piece in filter(None, MARK.split(text)):
-        token = special_id(piece)
-        literal = json.dumps(piece, ensure_ascii=False) if token is None else f"<[{token}]>"
-        pieces.append(literal)
-    return " ".join(pieces)
-
-
-def _json(schema: Schema) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "<tool_call>", "\n</tool_call>", before="\n")
@@ -245,6 +164,22 @@ GLM = ToolFormat(
     divider="\n",
     pairs=Pairs("<arg_key>", "</arg_key>\n", "<arg_value>", "</arg_value>\n", "</tool_call>"),
 )
+GEMMA = ToolFormat(
+    "gemma",
+    r"<\|tool_call>",
+    "<|tool_call>",
+    "<tool_call|>",
+    before="call:",
+    quote='<|"|>',
+)
+FUNCTION_GEMMA = ToolFormat(
+    "functiongemma",
+    "<start_function_call>",
+    "<start_function_call>",
+    "<end_function_call>",
+    before="call:",
+    quote="<escape>",
+)
 HARMONY = ToolFormat(
     "harmony",
     r"<\|channel\|>",
@@ -264,6 +199,8 @@ FORMATS = {
         DEEPSEEK_V3,
         DEEPSEEK_V31,
         KIMI,
+        GEMMA,
+        FUNCTION_GEMMA,
         HARMONY,
         HERMES,
         LLAMA3,

@@ -5,18 +5,22 @@ The templates are short ones that write calls as the published templates of thes
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import pytest
 
+from baton.core.errors import InvalidGrammar
 from baton.core.types import ChatPrompt, Message, Tool, ToolCall, ToolFormatName
 from baton.router.answers.answer import splitter_for
 from baton.router.answers.answer_events import AnswerDelta, merged
-from baton.router.answers.answer_format import answer_format
+from baton.router.answers.answer_format import AnswerFormat, answer_format
+from baton.router.answers.tool_call_splitter import ToolCallSplitter
 from baton.router.answers.tool_formats import FORMATS
 from baton.router.prompts.chat_template import ChatTemplate
+from baton.router.prompts.output_grammar import grammar_of
 
 TOOLS = (
     Tool(
@@ -114,6 +118,27 @@ HARMONY = """{%- for message in messages %}
 {{- 'json<|message|>' + call.function.arguments | tojson + '<|call|>' }}
 {%- endfor %}{%- endfor %}"""
 
+_GEMMA = """{%%- macro written(value) %%}
+{%%- if value is string %%}{{ '%(quote)s' + value + '%(quote)s' }}
+{%%- elif value is boolean or value is none %%}{{ value | tojson }}
+{%%- elif value is mapping %%}{{ '{' }}{%% for key, each in value | items %%}
+{{- key + ':' + written(each) }}{{ ',' if not loop.last }}{%% endfor %%}{{ '}' }}
+{%%- elif value is sequence %%}[{%% for each in value %%}
+{{- written(each) }}{{ ',' if not loop.last }}
+{%%- endfor %%}]{%%- else %%}{{ value }}{%%- endif %%}{%%- endmacro %%}
+{%%- for message in messages %%}<|turn>{{ message.role }}
+{{ message.content }}
+{%%- for call in message.tool_calls or [] %%}
+{{- '%(begin)scall:' + call.function.name + written(call.function.arguments) + '%(end)s' }}
+{%%- endfor %%}<turn|>
+{%% endfor %%}"""
+GEMMA = _GEMMA % {"quote": '<|"|>', "begin": "<|tool_call>", "end": "<tool_call|>"}
+FUNCTION_GEMMA = _GEMMA % {
+    "quote": "<escape>",
+    "begin": "<start_function_call>",
+    "end": "<end_function_call>",
+}
+
 HERMES = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}
 {%- for call in message.tool_calls or [] %}
@@ -141,6 +166,8 @@ PUBLISHED = {
         "deepseek-v3.1", DEEPSEEK_V31, "<｜assistant｜></think>", "<｜end▁of▁sentence｜>"
     ),
     "Kimi K2": Published("kimi", KIMI, "<|im_assistant|>", "<|im_end|>"),
+    "Gemma 4": Published("gemma", GEMMA, "<|turn>assistant\n", "<turn|>\n"),
+    "FunctionGemma": Published("functiongemma", FUNCTION_GEMMA, "<|turn>assistant\n", "<turn|>\n"),
     "gpt-oss": Published("harmony", HARMONY, "<|start|>assistant", "<|call|>"),
     "Hermes": Published("hermes", HERMES, "<|im_start|>assistant\n", "<|im_end|>\n"),
 }
@@ -230,7 +257,7 @@ def test_the_text_of_an_argument_streams(model: Published) -> None:
     call = ToolCall("functions.get_weather:0", "get_weather", '{"city": "Paris"}')
     begun = answered(model, call).partition("ris")[0]
     (delta,) = parsed(model, [begun]).tool_calls
-    assert delta.arguments == '{"city": "Pa'
+    assert delta.arguments.replace(" ", "") == '{"city":"Pa'
 
 
 def test_reasoning_comes_before_calls() -> None:
@@ -239,6 +266,25 @@ def test_reasoning_comes_before_calls() -> None:
     delta = parsed(model, [f"\n<think>So.</think>{call}"])
     assert delta.reasoning == "So."
     assert [each[1] for each in calls_of(delta)] == ["list-files"]
+
+
+LOOSE = {
+    '{"text": "a \\" b}"}': {"text": 'a " b}'},
+    "{ a : [ 1 , -2.5 , {} ] , b : true }": {"a": [1, -2.5, {}], "b": True},
+    '{city:New York,none:None,<|"|>a b<|"|>:<|"|><|"|>}': {
+        "city": "New York",
+        "none": None,
+        "a b": "",
+    },
+    '{a:<|"|>{,]<|<|"|>}': {"a": "{,]<|"},
+}
+
+
+@pytest.mark.parametrize("text", LOOSE)
+def test_loose_json_is_read_as_it_is_meant(text: str) -> None:
+    for pieces in cuts(f"<|tool_call>call:list-files{text}<tool_call|>"):
+        (call,) = calls_of(parsed(PUBLISHED["Gemma 4"], pieces))
+        assert call[2] == LOOSE[text], pieces
 
 
 HEADER = "<|channel|>commentary to=functions.list-files <|constrain|>json<|message|>"
@@ -320,3 +366,29 @@ def test_a_value_has_the_type_that_the_schema_wants(
     delta = AnswerDelta("", [])
     splitter.push(rendered, delta)
     assert [json.loads(call.arguments) for call in delta.tool_calls] == [{"value": value}]
+
+
+UNCHECKED: list[dict[str, Any]] = [
+    {"properties": 5},
+    {"properties": {"value": True}},
+    {"properties": {"value": {"type": "string", "maxLength": "5", "minLength": None}}},
+    {"properties": {"value": {"type": "string", "maxLength": 2, "minLength": 5}}},
+    {"properties": {"value": {"enum": 5}}},
+    {"properties": {"value": {"enum": [1, "a", None]}}, "required": 5},
+    {"properties": {"value": {"anyOf": 7}}},
+    {"properties": {"value": {"$ref": "#/no/where"}}},
+]
+
+
+@pytest.mark.parametrize("schema", UNCHECKED)
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_schema_that_is_none_is_followed_or_refused(form: str, schema: dict[str, Any]) -> None:
+    chat = ChatPrompt((), (Tool("typed", parameters=json.dumps(schema)),), must_call=True)
+    structure = AnswerFormat(FORMATS[form], reasoning=False).forced_call(chat, lambda mark: None)
+    with contextlib.suppress(InvalidGrammar):
+        assert grammar_of(structure)
+    text = "<tool_call><function=typed><parameter=value>a</parameter></function></tool_call>"
+    splitter = ToolCallSplitter(FORMATS["qwen3-coder"], chat.tools)
+    delta = AnswerDelta("", [])
+    splitter.push(text, delta)
+    assert [json.loads(call.arguments) for call in delta.tool_calls] == [{"value": "a"}]
