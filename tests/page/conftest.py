@@ -11,21 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browsing import WIDE, Visit
 from playwright.sync_api import Browser, sync_playwright
-from processes import ProcessCluster
+from processes import ProcessCluster, free_port
 
 from baton.core.model_store import EMBEDDED
 
-TREE: dict[str, object] = {
-    "prefill": {"kv_memory": "256MiB", "chunk_tokens": 64},
-    "decode": {"kv_memory": "256MiB"},
-}
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("page"), tree=TREE) as started:
+    tree: dict[str, object] = {
+        "speculation": "ngram",
+        "prefill": {"kv_memory": "256MiB", "chunk_tokens": 64},
+        "decode": {"kv_memory": "256MiB"},
+        "router": {"http_port": free_port()},  # the same for a router that is started anew
+    }
+    with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("page"), tree=tree) as started:
         yield started
 
 
@@ -37,6 +40,19 @@ def browser() -> Iterator[Browser]:
         opened = started.chromium.launch(executable_path=chromium, args=FLAGS)
         yield opened
         opened.close()
+
+
+@pytest.fixture
+def visit(cluster: ProcessCluster, browser: Browser) -> Iterator[Visit]:
+    context = browser.new_context(
+        viewport=WIDE,  # type: ignore[arg-type]
+        permissions=["clipboard-read", "clipboard-write"],
+    )
+    opened = Visit(context.new_page(), f"http://{cluster.http}/")
+    yield opened
+    context.close()
+    assert not opened.problems
+    assert not opened.elsewhere
 
 
 @pytest.fixture(scope="session")

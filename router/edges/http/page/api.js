@@ -1,28 +1,39 @@
 // Calls to the router that served this page, with the key where it asks for one.
 
 const KEY = "baton-key";
+const PATIENCE = 8000; // milliseconds; a router that stands still does not refuse connections
+const GATEWAY = new Set([502, 504]); // a proxy's words for a router that does not answer
 
-/** Called when the router wants a key. */
-export const locked = new EventTarget();
+/** Sends "locked" when the router wants a key, "lost" when it does not answer, and "back". */
+export const router = new EventTarget();
 
 export function useKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-export function headers() {
+export async function call(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
-  return key ? { authorization: `Bearer ${key}` } : {};
+  const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+  let response = null;
+  try {
+    response = await fetch(path, { ...options, headers, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+  }
+  const answered = response !== null && !GATEWAY.has(response.status);
+  router.dispatchEvent(new Event(answered ? "back" : "lost"));
+  if (!answered) throw new Error("The router does not answer.");
+  if (response.status === 401) router.dispatchEvent(new Event("locked"));
+  if (!response.ok) throw Object.assign(new Error(await problem(response)), { status: response.status });
+  return response;
 }
 
 export async function get(path) {
-  const response = await fetch(path, { headers: headers(), cache: "no-store" });
-  if (response.status === 401) locked.dispatchEvent(new Event("locked"));
-  if (!response.ok) throw Object.assign(new Error(await problem(response)), { status: response.status });
-  return response.json();
+  return (await call(path, { signal: AbortSignal.timeout(PATIENCE) })).json();
 }
 
 /** What went wrong, in the router's own words. */
-export async function problem(response) {
+async function problem(response) {
   try {
     return (await response.json()).error.message;
   } catch {
@@ -35,7 +46,7 @@ export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await next(reader);
     if (done) return;
     waiting += value;
     const blocks = waiting.split("\n\n");
@@ -46,5 +57,14 @@ export async function* events(response) {
       if (block.startsWith("event: error")) throw new Error(JSON.parse(data).error.message);
       if (data) yield JSON.parse(data);
     }
+  }
+}
+
+async function next(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The connection to the router broke.");
   }
 }

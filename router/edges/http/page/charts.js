@@ -1,88 +1,161 @@
-// The last minutes as three small charts, drawn by hand.
+// The last minutes as three charts, with the values at the pointer.
 
-import { count, element, svg, time } from "./format.js";
+import { clock, count, element, svg, time } from "./format.js";
 
+const WINDOW = 300; // seconds
+const MINUTE = 60_000;
 const WIDTH = 300;
 const HEIGHT = 100;
 
-export function showTrends(trends) {
-  const { points, seconds_each: each } = trends;
-  document.getElementById("charts").replaceChildren(
-    chart("Time to first token", points, [
-      { name: "p50", colour: "--prefill", of: (point) => point.ttft.p50 },
-      { name: "p90", colour: "--wait", of: (point) => point.ttft.p90 },
-    ], time),
-    chart("Between tokens", points, [
-      { name: "p50", colour: "--decode", of: (point) => point.itl.p50 },
-      { name: "p99", colour: "--transfer", of: (point) => point.itl.p99 },
-    ], time),
-    chart("Tokens per second", points, [
-      { name: "tokens/s", colour: "--decode", of: (point) => point.output_tokens / each, always: true },
-    ], (value) => (value ? count(value) : "0"), true),
-  );
+export function showTrends({ points, seconds_each: each }) {
+  for (const chart of CHARTS) chart.show(points, each);
 }
 
 /** Lines of figures over time; where a figure is 0 because nothing came, the line has a gap. */
-function chart(title, points, lines, say, filled = false) {
-  const values = lines.map((line) => points.map(line.of));
-  const most = Math.max(...values.flat(), 0);
-  const top = most || 1;
-  const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
-  for (const share of [0, 0.5, 1]) {
-    const y = HEIGHT - share * (HEIGHT - 4) - 2;
-    drawing.append(svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: y, y2: y }));
+class Chart {
+  #title;
+  #lines;
+  #say;
+  #points = [];
+  #each = 1;
+  #end = 0; // when the last point ended, in milliseconds since 1970
+  #at = null; // the share of the width at which values are shown
+  #most = element("span");
+  #drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  #values = element("div", "values");
+  #times = element("div", "times");
+  #pointer = element("div", "pointer");
+  #tip = element("div", "tip");
+  #key = element("div", "key");
+
+  constructor(title, lines, say) {
+    this.#title = title;
+    this.#lines = lines;
+    this.#say = say;
+    this.plot = element("div", "plot", this.#drawing, this.#pointer, this.#tip);
+    this.plot.tabIndex = 0;
+    this.plot.role = "img";
+    this.plot.addEventListener("pointermove", (event) => {
+      const box = this.plot.getBoundingClientRect();
+      this.#point((event.clientX - box.left) / box.width);
+    });
+    for (const kind of ["pointerleave", "blur"]) this.plot.addEventListener(kind, () => this.#point(null));
+    this.plot.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      this.#point(Math.min(1, Math.max(0, (this.#at ?? 1) + (step * this.#each) / WINDOW)));
+    });
+    const caption = element("figcaption", "", element("b", "", title), this.#most);
+    this.figure = element("figure", "", caption, element("div", "axes", this.#values, this.plot, this.#times), this.#key);
   }
-  lines.forEach((line, number) => {
-    const path = draw(values[number], top, line.always);
-    if (filled && path) {
-      const area = svg("path", { class: "area", d: `${path} L${WIDTH} ${HEIGHT} L${xOf(0, points.length)} ${HEIGHT} Z` });
+
+  show(points, each) {
+    this.#points = points.slice(-WINDOW / each);
+    this.#each = each;
+    this.#end = Date.now();
+    const most = Math.max(0, ...this.#lines.flatMap((line) => this.#of(line)));
+    const top = round(most);
+    this.#most.textContent = `max ${this.#say(most)}`;
+    this.#values.replaceChildren(...[top, top / 2, 0].map((value) => element("span", "", value ? this.#say(value) : "0")));
+    this.#draw(top);
+    this.#markTimes();
+    const latest = this.#lines.map((line) => `${line.name} ${this.#say(last(this.#of(line), line.always))}`);
+    this.#key.replaceChildren(...latest.map((text, number) => element("span", "", swatch(this.#lines[number]), text)));
+    this.plot.ariaLabel = `${this.#title}: ${latest.join(", ")}, at most ${this.#say(most)}`;
+    this.#point(this.#at);
+  }
+
+  #draw(top) {
+    const grid = [2, HEIGHT / 2, HEIGHT - 2].map((y) => svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: y, y2: y }));
+    const paths = this.#lines.flatMap((line) => {
+      const values = this.#of(line);
+      const spots = values.map((value, number) => [this.#x(number) * WIDTH, HEIGHT - 2 - (value / top) * (HEIGHT - 4), value || line.always]);
+      const drawn = svg("path", { d: connect(spots) });
+      const dots = svg("path", { class: "dots", d: alone(spots) });
+      for (const path of [drawn, dots]) path.style.stroke = `var(${line.colour})`;
+      if (!line.always || !spots.length) return [drawn, dots];
+      const area = svg("path", { class: "area", d: `${connect(spots)} L${WIDTH} ${HEIGHT} L${spots[0][0]} ${HEIGHT} Z` });
       area.style.fill = `var(${line.colour})`;
-      drawing.append(area);
+      return [area, drawn];
+    });
+    this.#drawing.replaceChildren(...grid, ...paths);
+  }
+
+  #markTimes() {
+    const marks = [];
+    for (let at = Math.floor(this.#end / MINUTE) * MINUTE; at > this.#end - WINDOW * 1000; at -= MINUTE) {
+      const mark = element("span", "", clock(at, false));
+      mark.style.left = `${100 * (1 - (this.#end - at) / (WINDOW * 1000))}%`;
+      marks.push(mark);
     }
-    const dots = svg("path", { class: "dots", d: lone(values[number], top) });
-    const stroke = svg("path", { d: path });
-    for (const each of [stroke, dots]) each.style.stroke = `var(${line.colour})`;
-    drawing.append(stroke, dots);
-  });
-  const latest = lines.map((line, number) => `${line.name} ${say(last(values[number], line.always))}`).join(", ");
-  drawing.setAttribute("aria-label", `${title}: ${latest}, at most ${say(most)}`);
-  const keys = lines.map((line, number) => {
-    const swatch = element("i");
-    swatch.style.background = `var(${line.colour})`;
-    return element("span", "", swatch, `${line.name} ${say(last(values[number], line.always))}`);
-  });
-  return element("figure", "", element("figcaption", "", element("b", "", title), element("span", "", `max ${say(most)}`)), drawing, element("div", "key", ...keys));
+    this.#times.replaceChildren(...marks);
+  }
+
+  #of(line) {
+    return this.#points.map((point) => line.of(point, this.#each));
+  }
+
+  /** The place of a point, as a share of the width. */
+  #x(number) {
+    return 1 - ((this.#points.length - 1 - number) * this.#each) / WINDOW;
+  }
+
+  #point(share) {
+    this.#at = share;
+    const back = share === null ? 0 : Math.round(((1 - share) * WINDOW) / this.#each);
+    const number = this.#points.length - 1 - back;
+    const point = share === null ? null : this.#points[number];
+    this.#pointer.hidden = this.#tip.hidden = !point;
+    if (!point) return;
+    const values = this.#lines.map((line) => element("div", "", swatch(line), `${line.name} ${this.#say(line.of(point, this.#each))}`));
+    this.#tip.replaceChildren(element("b", "", clock(this.#end - back * this.#each * 1000)), ...values);
+    const x = this.#x(number);
+    this.#pointer.style.left = `${100 * x}%`;
+    this.#tip.style.left = x < 0.5 ? `${100 * x}%` : "auto";
+    this.#tip.style.right = x < 0.5 ? "auto" : `${100 * (1 - x)}%`;
+  }
+}
+
+const CHARTS = [
+  new Chart("Time to first token", [
+    { name: "p50", colour: "--prefill", of: (point) => point.ttft.p50 },
+    { name: "p90", colour: "--wait", of: (point) => point.ttft.p90 },
+  ], time),
+  new Chart("Between tokens", [
+    { name: "p50", colour: "--decode", of: (point) => point.itl.p50 },
+    { name: "p99", colour: "--transfer", of: (point) => point.itl.p99 },
+  ], time),
+  new Chart("Tokens per second", [
+    { name: "tokens/s", colour: "--decode", of: (point, each) => point.output_tokens / each, always: true },
+  ], (value) => (value ? count(value) : "0")),
+];
+document.getElementById("charts").replaceChildren(...CHARTS.map((chart) => chart.figure));
+
+function swatch(line) {
+  const made = element("i");
+  made.style.background = `var(${line.colour})`;
+  return made;
+}
+
+/** The next of 1, 2, 5, 10, …: the end of an axis. */
+function round(most) {
+  if (!most) return 1;
+  const unit = 10 ** Math.floor(Math.log10(most));
+  return unit * [1, 2, 5, 10].find((step) => step * unit >= most * 0.999);
 }
 
 function last(values, always) {
   return (always ? values.at(-1) : values.findLast((value) => value > 0)) ?? 0;
 }
 
-function draw(values, top, always) {
-  let path = "";
-  let pen = false;
-  values.forEach((value, number) => {
-    if (!value && !always) {
-      pen = false;
-      return;
-    }
-    const x = xOf(number, values.length);
-    path += `${pen ? "L" : "M"}${x} ${yOf(value, top)} `;
-    pen = true;
-  });
-  return path.trim();
+function connect(spots) {
+  const commands = spots.map(([x, y, there], number) => (there ? `${spots[number - 1]?.[2] ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}` : ""));
+  return commands.join(" ").trim();
 }
 
 /** Points with nothing beside them, which make no line. */
-function lone(values, top) {
-  const alone = (value, number) => value && !values[number - 1] && !values[number + 1];
-  return values.map((value, number) => (alone(value, number) ? `M${xOf(number, values.length)} ${yOf(value, top)} h0.01` : "")).join(" ");
-}
-
-function yOf(value, top) {
-  return (HEIGHT - (value / top) * (HEIGHT - 4) - 2).toFixed(1);
-}
-
-function xOf(number, total) {
-  return (total > 1 ? (number / (total - 1)) * WIDTH : 0).toFixed(1);
+function alone(spots) {
+  const single = spots.filter(([, , there], number) => there && !spots[number - 1]?.[2] && !spots[number + 1]?.[2]);
+  return single.map(([x, y]) => `M${x.toFixed(1)} ${y.toFixed(1)} h0.01`).join(" ");
 }

@@ -1,164 +1,128 @@
-// A conversation that streams, with the time to the first token and the rate as it goes.
+// The conversation: asks, streams the answer, and asks again from any of its messages.
 
-import { events, headers, locked, problem } from "./api.js";
-import { count, element, time } from "./format.js";
+import { streamAnswer } from "./answering.js";
+import { router } from "./api.js";
+import { Bubble } from "./bubble.js";
+import { keepMessages, loadMessages, promptOf } from "./conversation.js";
+import { sampling, startSettings, systemPrompt } from "./settings.js";
 
+const NEAR = 60; // pixels from the end at which the list follows the text
 const list = document.getElementById("messages");
 const form = document.getElementById("ask");
 const question = document.getElementById("question");
 const stop = document.getElementById("stop");
 const send = document.getElementById("send");
+const fresh = document.getElementById("fresh");
+const offline = document.getElementById("ask-offline");
 
-let conversation = [];
+let messages = loadMessages();
 let running = null;
+let actions = null;
 
-export function start(showTiming) {
+export function startChat(showTiming) {
+  actions = { edit, regenerate, showTiming };
+  startSettings();
+  for (const message of messages) add(message);
+  list.scrollTop = list.scrollHeight;
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    ask(question.value.trim(), showTiming);
+    ask(question.value.trim());
   });
   question.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      form.requestSubmit();
-    }
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!send.disabled) form.requestSubmit();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();
   });
   stop.addEventListener("click", () => running?.abort());
-  document.getElementById("fresh").addEventListener("click", () => {
+  fresh.addEventListener("click", () => {
     running?.abort();
-    conversation = [];
-    list.replaceChildren();
+    cut(0);
     question.focus();
   });
+  addEventListener("pagehide", () => keepMessages(messages));
+  router.addEventListener("lost", () => (offline.hidden = false));
+  router.addEventListener("back", () => (offline.hidden = true));
+  for (const event of ["lost", "back"]) router.addEventListener(event, controls);
+  controls();
 }
 
-async function ask(text, showTiming) {
-  if (!text || running) return;
+function ask(text) {
+  if (!text || send.disabled) return;
   question.value = "";
-  conversation.push({ role: "user", content: text });
-  list.append(bubble("user", text).item);
-  const answer = bubble("assistant", "");
-  list.append(answer.item);
-  scroll();
-  running = new AbortController();
-  busy(true);
-  const clock = new Clock(answer.figures);
-  try {
-    await read(answer, clock);
-    conversation.push({ role: "assistant", content: answer.text.textContent });
-  } catch (error) {
-    const stopped = error.name === "AbortError";
-    if (stopped && answer.text.textContent) {
-      conversation.push({ role: "assistant", content: answer.text.textContent });
-    } else {
-      conversation.pop();
-      answer.item.classList.add("failed");
-      answer.text.textContent ||= stopped ? "stopped" : error.message;
-    }
-  } finally {
-    clock.end();
-    answer.item.classList.remove("writing");
-    if (clock.id) answer.figures.append(timingButton(clock.id, showTiming));
-    running = null;
-    busy(false);
-    scroll();
-    question.focus();
-  }
+  messages.push({ role: "user", content: text });
+  add(messages.at(-1));
+  answer();
 }
 
-async function read(answer, clock) {
-  answer.item.classList.add("writing");
-  const response = await fetch("v1/chat/completions", {
-    method: "POST",
-    headers: { "content-type": "application/json", ...headers() },
-    body: JSON.stringify({
-      messages: conversation,
-      stream: true,
-      stream_options: { include_usage: true },
-      temperature: Number(document.getElementById("temperature").value),
-      max_tokens: Number(document.getElementById("limit").value) || undefined,
-    }),
-    signal: running.signal,
-  });
-  clock.id = response.headers.get("x-request-id");
-  if (response.status === 401) locked.dispatchEvent(new Event("locked"));
-  if (!response.ok) throw new Error(await problem(response));
-  for await (const chunk of events(response)) {
-    const piece = chunk.choices[0]?.delta?.content;
-    if (piece) {
-      answer.text.append(piece);
-      clock.token();
-      scroll();
-    }
-    if (chunk.usage) clock.usage(chunk.usage);
-  }
+function edit(message, text) {
+  if (send.disabled) return;
+  cut(messages.indexOf(message));
+  ask(text);
 }
 
-/** The times of one answer, shown as they change. */
-class Clock {
-  constructor(figures) {
-    this.began = performance.now();
-    this.first = 0;
-    this.last = 0;
-    this.tokens = 0;
-    this.exact = false;
-    this.cached = 0;
-    this.figures = figures;
-    this.show = this.show.bind(this);
-    this.timer = setInterval(this.show, 100);
-    this.show();
-  }
-
-  token() {
-    this.last = performance.now();
-    this.first ||= this.last;
-    this.tokens += 1;
-  }
-
-  usage(usage) {
-    this.tokens = usage.completion_tokens;
-    this.cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    this.exact = true;
-  }
-
-  end() {
-    clearInterval(this.timer);
-    this.show();
-  }
-
-  show() {
-    const waited = (this.first || performance.now()) - this.began;
-    const parts = [element("span", "ttft", `TTFT ${time(waited / 1000)}`)];
-    if (this.tokens > 1 && this.last > this.first) {
-      const rate = (this.tokens - 1) / ((this.last - this.first) / 1000);
-      parts.push(element("span", "rate", `${rate.toFixed(1)} tokens/s`));
-    }
-    if (this.tokens) parts.push(element("span", "", `${this.exact ? "" : "≈ "}${count(this.tokens)} tokens`));
-    if (this.cached) parts.push(element("span", "", `${count(this.cached)} prompt tokens cached`));
-    this.figures.replaceChildren(...parts);
-  }
+function regenerate(message) {
+  if (send.disabled) return;
+  cut(messages.indexOf(message));
+  answer();
 }
 
-function bubble(role, content) {
-  const text = element("div", "text", content);
-  const figures = element("div", "figures");
-  const who = element("span", "hidden", role === "user" ? "You: " : "Answer: ");
-  const item = element("li", `message ${role}`, who, text, ...(role === "user" ? [] : [figures]));
-  return { item, text, figures };
+/** Drops the messages from `first` on. */
+function cut(first) {
+  messages = messages.slice(0, first);
+  while (list.children.length > first) list.lastChild.remove();
+  keepMessages(messages);
+  controls();
 }
 
-function timingButton(id, showTiming) {
-  const button = element("button", "", "where did the time go?");
-  button.type = "button";
-  button.addEventListener("click", () => showTiming(id));
-  return button;
-}
-
-function busy(is) {
-  send.disabled = is;
-  stop.hidden = !is;
-}
-
-function scroll() {
+async function answer() {
+  const message = { role: "assistant", content: "", writing: true };
+  const prompt = promptOf(messages, systemPrompt());
+  messages.push(message);
+  const bubble = add(message);
+  const mine = new AbortController();
+  running = mine;
+  controls();
   list.scrollTop = list.scrollHeight;
+  const frame = () => {
+    if (!message.writing) return;
+    follow(bubble);
+    requestAnimationFrame(frame);
+  };
+  requestAnimationFrame(frame);
+  try {
+    await streamAnswer(message, prompt, sampling(), mine.signal);
+  } catch (error) {
+    if (error.name === "AbortError") message.stopped = true;
+    else message.error = error.message;
+  }
+  delete message.writing;
+  running = null;
+  follow(bubble);
+  keepMessages(messages);
+  controls();
+  // A phone would open its keyboard.
+  if (document.activeElement === document.body && matchMedia("(pointer: fine)").matches) question.focus();
+}
+
+function follow(bubble) {
+  const near = list.scrollHeight - list.scrollTop - list.clientHeight < NEAR;
+  bubble.show();
+  if (near) list.scrollTop = list.scrollHeight;
+}
+
+function add(message) {
+  const bubble = new Bubble(message, actions);
+  list.append(bubble.item);
+  return bubble;
+}
+
+function controls() {
+  form.classList.toggle("busy", Boolean(running));
+  list.classList.toggle("busy", Boolean(running));
+  send.disabled = Boolean(running) || !offline.hidden;
+  stop.hidden = !running;
+  fresh.disabled = !messages.length;
 }

@@ -1,18 +1,19 @@
-// The topology: the router's queue, both pools, their pages, and transfers between them.
+// The topology: the router's queue, both pools with their workers, and transfers between them.
 
 import { age, count, element, share } from "./format.js";
 
 const TONES = { none: "good", idle: "good", prefill: "warn", decode: "warn", transfer: "warn", workers: "bad" };
-const PAGES = ["leased", "quarantined", "cached", "empty"];
 
 export function showCluster(status) {
   document.getElementById("model").textContent = status.model;
   document.getElementById("uptime").textContent = `${status.router_id}, up ${age(status.uptime_seconds)}`;
-  const pools = { prefill: [], decode: [] };
-  for (const worker of status.workers) pools[worker.member.role]?.push(worker);
-  const moving = pools.decode.reduce((sum, worker) => sum + worker.load.transfers, 0);
+  const having = (role) => status.workers.filter((worker) => worker.member.role === role);
+  const [prefill, decode] = [having("prefill"), having("decode")];
+  const others = status.workers.filter((worker) => !prefill.includes(worker) && !decode.includes(worker));
+  const moving = decode.reduce((sum, worker) => sum + worker.load.transfers, 0);
   document.getElementById("topology").replaceChildren(
-    router(status), pool("Prefill", pools.prefill), flow(moving), pool("Decode", pools.decode), legend(),
+    router(status), pool("Prefill", prefill), flow(moving), pool("Decode", decode),
+    ...(others.length ? [element("div", "others", element("h3", "", "Not attached"), ...others.map(card))] : []),
   );
 }
 
@@ -55,42 +56,44 @@ function pool(name, workers) {
 function card(worker) {
   const { load, member } = worker;
   const usable = worker.attached && !worker.fault;
-  const state = !worker.attached ? "not attached" : worker.fault ? "unusable" : worker.draining ? "draining" : share(worker.busy_share) + " busy";
-  const counts = {
-    leased: load.leased_pages, quarantined: load.quarantined_pages, cached: load.cached_pages,
-    empty: load.free_pages - load.cached_pages,
-  };
-  const hits = worker.prompt_tokens ? `, ${share(worker.cached_tokens / worker.prompt_tokens)} hits` : "";
+  const state = !worker.attached ? "not attached" : worker.fault ? "unusable" : worker.draining ? "draining" : `${count(load.running)} running`;
+  const name = element("div", "name", element("span", "", member.worker_id), element("span", "", state));
+  if (!worker.attached) return element("div", "worker down", name);
   const made = element(
-    "div", usable ? "worker" : "worker down",
-    element("div", "name", element("span", "", member.worker_id), element("span", "", state)),
-    meter([[worker.busy_share, "busy"]], 1, `${member.worker_id} computes ${share(worker.busy_share)} of the time`),
-    meter(PAGES.map((kind) => [counts[kind], kind]), worker.total_pages, `pages of ${member.worker_id}: ${PAGES.map((kind) => `${counts[kind]} ${kind}`).join(", ")}`),
-    element("div", "figures", element("span", "", `${count(load.running)} running`), element("span", "", `${count(load.waiting)} waiting`),
-      element("span", "", `${count(counts.leased)} of ${count(worker.total_pages)} pages${hits}`)),
+    "div", usable ? "worker" : "worker down", name,
+    meter("computing", worker.busy_share, 1, share(worker.busy_share)),
+    meter("pages in use", worker.total_pages - load.free_pages, worker.total_pages),
+    meter("pages cached", load.cached_pages, worker.total_pages),
+    element("div", "tags", ...facts(worker).map((fact) => element("span", "", fact))),
   );
   if (worker.fault) made.append(element("div", "not-ok", worker.fault));
+  for (const misfit of worker.misfits) made.append(element("div", "not-ok", `no pages to ${misfit.worker_id}: ${misfit.reason}`));
   return made;
 }
 
-function meter(parts, total, label) {
-  const bars = parts.map(([value, kind]) => {
-    const bar = element("i", `c-${kind}`);
-    bar.style.width = `${total ? (100 * value) / total : 0}%`;
-    return bar;
-  });
-  const made = element("div", "meter", ...bars);
-  made.setAttribute("role", "img");
-  made.setAttribute("aria-label", label);
-  made.title = label;
+/** What is true of this worker. A router of an older version may not tell all of it. */
+function facts({ load, member, prompt_tokens: prompt, cached_tokens: cached, quantization, adapters }) {
+  return [
+    member.role,
+    quantization,
+    load.guessed_tokens && `speculation: ${share(load.accepted_tokens / load.guessed_tokens)} of ${count(load.guessed_tokens)} guesses right`,
+    ...(adapters ?? []).map((adapter) => `adapter ${adapter.name ?? adapter}`),
+    prompt && `${share(cached / prompt)} of prompts cached`,
+    load.waiting && `${count(load.waiting)} waiting`,
+    load.quarantined_pages && `${count(load.quarantined_pages)} pages in quarantine`,
+    load.kept_pages && `${count(load.kept_pages)} pages in the second tier`,
+  ].filter(Boolean);
+}
+
+/** A bar, and the same in words. */
+function meter(name, value, total, words = `${count(value)} of ${count(total)}`) {
+  const bar = element("i");
+  bar.style.width = `${total ? (100 * value) / total : 0}%`;
+  const made = element("div", "meter", element("span", "", name), element("span", "track", bar), element("span", "", words));
+  made.dataset.of = name;
   return made;
 }
 
 function flow(moving) {
   return element("div", moving ? "flow moving" : "flow", element("b", "", moving), element("div", "line"), moving === 1 ? "transfer" : "transfers");
-}
-
-function legend() {
-  const named = [["busy", "computing"], ...PAGES.map((kind) => [kind, kind])];
-  return element("div", "legend", ...named.map(([kind, name]) => element("span", "", element("i", `c-${kind}`), name)));
 }

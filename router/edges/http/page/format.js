@@ -22,11 +22,23 @@ export function age(seconds) {
   return `${Math.floor(seconds / 86400)} d ${Math.floor(seconds / 3600) % 24} h`;
 }
 
+/** The time of day, given milliseconds since 1970. */
+export function clock(milliseconds, seconds = true) {
+  return new Date(milliseconds).toTimeString().slice(0, seconds ? 8 : 5);
+}
+
 /** An element with a class, and text or children. Text is never read as HTML. */
 export function element(tag, kind = "", ...children) {
   const made = document.createElement(tag);
   if (kind) made.className = kind;
   made.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+  return made;
+}
+
+export function button(text, kind, click) {
+  const made = element("button", kind, text);
+  made.type = "button";
+  made.addEventListener("click", click);
   return made;
 }
 

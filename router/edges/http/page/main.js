@@ -1,10 +1,12 @@
 // Starts the page, and keeps it up to date while it is looked at.
 
-import { get, locked, useKey } from "./api.js";
+import { get, router, useKey } from "./api.js";
 import { showTrends } from "./charts.js";
-import { start } from "./chat.js";
+import { startChat } from "./chat.js";
 import { showCluster, showDiagnosis } from "./cluster.js";
-import { showRequests, showTiming } from "./requests.js";
+import { watchRouter } from "./offline.js";
+import { requestsWanted, showRequests, startRequests } from "./requests.js";
+import { showTimings } from "./waterfall.js";
 
 const SECONDS = 2;
 const THEMES = ["", "light", "dark"];
@@ -25,7 +27,7 @@ async function look() {
 /** Who asked what is for admins; others see the rest all the same. */
 async function latest() {
   try {
-    return (await get("v1/requests?limit=25")).data;
+    return (await get(`v1/requests?limit=${requestsWanted()}`)).data;
   } catch (error) {
     if (error.status === 403) return null;
     throw error;
@@ -43,7 +45,7 @@ async function keepLooking() {
       try {
         await look();
       } catch (error) {
-        say(error instanceof TypeError ? "no connection" : error.message, "bad");
+        say(error.status ? error.message : "offline", "bad");
       }
     }
     await new Promise((resolve) => setTimeout(resolve, SECONDS * 1000));
@@ -67,7 +69,7 @@ function keys() {
   const dialog = document.getElementById("key-dialog");
   const button = document.getElementById("key");
   let asked = false;
-  locked.addEventListener("locked", () => {
+  router.addEventListener("locked", () => {
     button.hidden = false;
     if (!asked) dialog.showModal();
     asked = true;
@@ -80,5 +82,7 @@ function keys() {
 
 themes();
 keys();
-start(showTiming);
+watchRouter();
+startChat((id) => showTimings([id]));
+startRequests();
 keepLooking();
