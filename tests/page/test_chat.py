@@ -191,12 +191,12 @@ def test_without_tls_copying_works_too(visit: Visit) -> None:
 
 
 def test_a_refused_question_says_why_and_can_be_asked_again(visit: Visit) -> None:
-    visit.set("Max tokens", "99999999")
+    visit.set("Seed", "99999999999999999999")
     visit.ask("Hello")
-    expect(visit.answer).to_contain_text("max_tokens")
+    expect(visit.answer).to_contain_text("seed")
     expect(visit.answer).not_to_contain_text("TTFT")
     visit.problems.clear()  # the browser notes the status 400
-    visit.set("Max tokens", "4")
+    visit.set("Seed", "4")
     visit.page.get_by_role("button", name="Regenerate").click()
     visit.wait_answered()
     expect(visit.answer.locator(".ttft")).to_be_visible()

@@ -58,6 +58,11 @@ def test_every_state_fits(
     picture("chat")
     page.locator("#settings summary").click()
     picture("whole", whole=True)
+    if look.startswith("phone"):
+        table = (
+            "box => box.scrollWidth > box.clientWidth && getComputedStyle(box).overflowX == 'auto'"
+        )
+        assert page.locator("#requests .scroll").evaluate(table)
     _compare(page)
     picture("compared")
     page.keyboard.press("Escape")

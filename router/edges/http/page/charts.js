@@ -85,8 +85,10 @@ class Chart {
   #markTimes() {
     const marks = [];
     for (let at = Math.floor(this.#end / MINUTE) * MINUTE; at > this.#end - WINDOW * 1000; at -= MINUTE) {
+      const x = 1 - (this.#end - at) / (WINDOW * 1000);
+      if (x < 0.05 || x > 0.95) continue; // it would be cut off
       const mark = element("span", "", clock(at, false));
-      mark.style.left = `${100 * (1 - (this.#end - at) / (WINDOW * 1000))}%`;
+      mark.style.left = `${100 * x}%`;
       marks.push(mark);
     }
     this.#times.replaceChildren(...marks);

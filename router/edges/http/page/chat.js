@@ -18,6 +18,7 @@ const offline = document.getElementById("ask-offline");
 let messages = loadMessages();
 let running = null;
 let actions = null;
+let leaving = false; // the browser breaks connections of a page that is left
 
 export function startChat(showTiming) {
   actions = { edit, regenerate, showTiming };
@@ -42,6 +43,7 @@ export function startChat(showTiming) {
     cut(0);
     question.focus();
   });
+  addEventListener("beforeunload", () => (leaving = true));
   addEventListener("pagehide", () => keepMessages(messages));
   router.addEventListener("lost", () => (offline.hidden = false));
   router.addEventListener("back", () => (offline.hidden = true));
@@ -95,7 +97,7 @@ async function answer() {
   try {
     await streamAnswer(message, prompt, sampling(), mine.signal);
   } catch (error) {
-    if (error.name === "AbortError") message.stopped = true;
+    if (error.name === "AbortError" || leaving) message.stopped = true;
     else message.error = error.message;
   }
   delete message.writing;
