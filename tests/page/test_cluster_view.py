@@ -69,12 +69,12 @@ def _hover_the_end(plot: Locator) -> None:
 def test_requests_are_filtered(visit: Visit) -> None:
     page = visit.page
     visit.set("Max tokens", "4")
-    visit.ask("Hello")
+    with page.expect_response("**/v1/chat/completions") as answered:
+        visit.ask("Hello")
     rows = page.locator("#rows tr")
-    own = page.locator("#rows tr td:nth-child(2) button").first
-    expect(own).to_be_visible(timeout=10_000)
-    page.get_by_label("Filter requests").fill(f"{own.inner_text()[:-1]} LENGTH decode-0")
-    expect(rows).to_have_count(1)
+    page.get_by_label("Filter requests").fill(f"{answered.value.headers['x-request-id']} LENGTH")
+    expect(rows).to_have_count(1, timeout=10_000)
+    expect(rows).to_contain_text("prefill-0 → decode-0")
     page.get_by_label("Outcome").select_option("failed")
     expect(rows).to_have_count(0)
     expect(page.get_by_text("No request passes the filter.")).to_be_visible()

@@ -130,7 +130,7 @@ const CHARTS = [
   ], time),
   new Chart("Tokens per second", [
     { name: "tokens/s", colour: "--decode", of: (point, each) => point.output_tokens / each, always: true },
-  ], (value) => (value ? count(value) : "0")),
+  ], (value) => (value < 10 && value % 1 ? value.toFixed(1) : count(value))),
 ];
 document.getElementById("charts").replaceChildren(...CHARTS.map((chart) => chart.figure));
 
