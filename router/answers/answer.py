@@ -293,7 +293,7 @@ def splitter_for(
     if chat and chat.tools:
         splitter = ToolCallSplitter(form.tools, chat.callable_tools, new_id)
     if chat and form.reasoning:
-        splitter = ReasoningSplitter(thinking=thinking, content=splitter)
+        splitter = ReasoningSplitter(thinking=thinking, content=splitter, thoughts=form.thoughts)
     return splitter
 
 

@@ -16,13 +16,24 @@ from baton.router.answers.tool_formats import (
     HARMONY,
     HARMONY_ENDS,
     HERMES,
+    MARK,
     ToolFormat,
     tool_format_of,
 )
 from baton.router.answers.tool_grammar import CallGrammar, SpecialId, literal
 from baton.router.prompts.output_grammar import after_reasoning, either, within
 
-THINK, END_THINK = "<think>", "</think>"
+Thoughts = tuple[str, str]
+"""The marks before and after reasoning."""
+
+THINK: Thoughts = ("<think>", "</think>")
+# Of Gemma, Mistral, an older Kimi, all others. A template has the first of which it shows a mark.
+THOUGHTS: tuple[Thoughts, ...] = (
+    ("<|channel>thought", "<channel|>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    THINK,
+)
 _TOOL_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 
 
@@ -30,17 +41,19 @@ _TOOL_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 class AnswerFormat:
     tools: ToolFormat
     reasoning: bool
+    thoughts: Thoughts = THINK
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Tokens that the splitters need as text, even where they are special."""
-        reasoning = (THINK, END_THINK) if self.reasoning else ()
+        begin, end = self.thoughts
+        reasoning = (begin, *MARK.findall(begin), end) if self.reasoning else ()
         harmony = HARMONY_ENDS if self.tools is HARMONY else ()
         return (*self.tools.marks, *harmony, *reasoning)
 
     def opens_reasoning(self, rendered: str) -> bool:
         """Whether a prompt ends within the reasoning."""
-        return self.reasoning and rendered.rstrip().endswith(THINK)
+        return self.reasoning and rendered.rstrip().endswith(self.thoughts[0])
 
     def structures(self, request: Request, special_id: SpecialId) -> list[Structure]:
         """What an answer must follow: any one of these, or nothing where the list is empty."""
@@ -64,7 +77,8 @@ class AnswerFormat:
         if self.tools is HARMONY and chat and chat.end == "open":
             return _in_messages(grammars, special_id, called=chat.must_call)
         grammar = either(*grammars) if len(grammars) == 2 else grammars[0]
-        return after_reasoning(grammar) if thinking else grammar
+        end = self.thoughts[1]
+        return after_reasoning(grammar, end, special_id(end)) if thinking else grammar
 
     def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
         """The structure of an answer that is exactly one tool call."""
@@ -92,8 +106,10 @@ PLAIN = AnswerFormat(HERMES, reasoning=False)
 def answer_format(template: str, tools: str, reasoning: str) -> AnswerFormat:
     """The format as configured, or as the chat template shows it where that is "auto"."""
     form = tool_format_of(template) if tools == "auto" else FORMATS[tools]
-    shown = form is HARMONY or THINK in template or END_THINK in template
-    return AnswerFormat(form, shown if reasoning == "auto" else reasoning == "on")
+    found = [each for each in THOUGHTS if any(mark in template for mark in each)]
+    shown = form is HARMONY or bool(found)
+    thinks = shown if reasoning == "auto" else reasoning == "on"
+    return AnswerFormat(form, thinks, found[0] if found else THINK)
 
 
 def with_tools(

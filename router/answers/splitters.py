@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable
 from typing import Protocol
 
 from baton.router.answers.answer_events import AnswerDelta
-from baton.router.answers.answer_format import END_THINK, THINK
+from baton.router.answers.answer_format import THINK, Thoughts
 
 Steps = Generator[None, None, None]
 
@@ -37,11 +37,13 @@ class ContentSplitter:
 
 
 class ReasoningSplitter:
-    """A reasoning model writes <think>, its reasoning, </think> and then its content. Some chat
-    templates write the <think> themselves. White space around the markers is dropped."""
+    """A reasoning model writes <think> (or another mark), its reasoning, </think> and then its
+    content. Some chat templates write the <think> themselves. White space around the
+    markers is dropped."""
 
-    def __init__(self, *, thinking: bool, content: Splitter) -> None:
+    def __init__(self, *, thinking: bool, content: Splitter, thoughts: Thoughts = THINK) -> None:
         """`thinking` when the prompt ends within the reasoning; `content` gets the rest."""
+        self._begin, self._end = thoughts
         self._thinking = thinking
         self._content = content
         self._held = ""
@@ -63,9 +65,9 @@ class ReasoningSplitter:
     def _split(self) -> Steps:
         while not self._thinking:
             begun = self._held.lstrip()
-            if begun.startswith(THINK):
-                self._thinking, self._held = True, begun[len(THINK) :]
-            elif THINK.startswith(begun):
+            if begun.startswith(self._begin):
+                self._thinking, self._held = True, begun[len(self._begin) :]
+            elif self._begin.startswith(begun):
                 yield
             else:
                 break
@@ -80,9 +82,9 @@ class ReasoningSplitter:
         """Emits the reasoning, and drops the white space after it."""
         begun = False
         while self._thinking:
-            reasoning, marker, rest = self._held.partition(END_THINK)
+            reasoning, marker, rest = self._held.partition(self._end)
             if not marker:
-                reasoning = reasoning[: len(reasoning) - held_back(reasoning, [END_THINK])]
+                reasoning = reasoning[: len(reasoning) - held_back(reasoning, [self._end])]
             reasoning = reasoning.rstrip()
             self._delta.reasoning += reasoning if begun else reasoning.lstrip()
             begun = begun or bool(reasoning)

@@ -7,6 +7,7 @@ once and by name; workers compile it for their tokenizer.
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -59,10 +60,13 @@ def _checked(structure: Structure) -> str:
     return grammar
 
 
-def after_reasoning(grammar: str) -> str:
-    """The grammar for an answer that begins within the model's reasoning."""
-    start = "start: reasoning /\\n{0,2}/ @answer\nreasoning[lazy]: /(.|\\n)*<\\/think>/"
-    return within(start, grammar, "answer")
+def after_reasoning(grammar: str, end: str = "</think>", token: int | None = None) -> str:
+    """The grammar for an answer that begins within the model's reasoning, which ends with a mark;
+    `token` is the mark's where that is special."""
+    escaped = re.escape(end).replace("/", "\\/")
+    lazy = f"reasoning[lazy]: /(.|\\n)*{escaped}/"
+    rule = lazy if token is None else f"reasoning: /(.|\\n)*/ <[{token}]>"
+    return within(f"start: reasoning /\\n{{0,2}}/ @answer\n{rule}", grammar, "answer")
 
 
 def within(start: str, grammar: str, name: str) -> str:

@@ -318,6 +318,20 @@ def test_a_structure_is_within_the_messages_of_harmony(
         assert kept == (text in allowed), (text, matcher.get_error())
 
 
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("end", ["</think>", "[/THINK]", "<channel|>"])
+def test_reasoning_may_end_with_another_mark(end: str, special: bool) -> None:
+    marks = Tokenizer.from_str(TOKENIZER.to_str())
+    if special:
+        marks.add_special_tokens([end])
+    token = marks.token_to_id(end) if special else None
+    grammar = after_reasoning(grammar_of(Structure("regex", "[ab]{2}")), end, token)
+    for text, allowed in ((f"Hm {{.{end}\nab", True), (f"Hm.{end}c", False), ("Hm. ab", False)):
+        matcher = LLMatcher(LLTokenizer(marks.to_str()), grammar)
+        kept = matcher.consume_tokens(marks.encode(text).ids) and matcher.is_accepting()
+        assert kept == allowed, (text, matcher.get_error())
+
+
 def test_a_structure_may_come_after_reasoning(engine: Engine) -> None:
     regex = work(Structure("regex", "[ab]{2}"), Sampling(temperature=1.0, seed=3))
     lark = work(Structure("lark", 'start: "c"'), Sampling(temperature=1.0, seed=4))

@@ -8,6 +8,7 @@ import pytest
 
 from baton.core.types import Tool
 from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
+from baton.router.answers.answer_format import THOUGHTS, Thoughts, answer_format
 from baton.router.answers.splitters import ContentSplitter, ReasoningSplitter, Splitter
 from baton.router.answers.tool_call_splitter import ToolCallSplitter
 from baton.router.answers.tool_formats import (
@@ -261,7 +262,7 @@ def test_ids_are_as_templates_take_them() -> None:
     assert {form.new_id() for form in FORMATS.values()}.isdisjoint({HERMES.new_id()})
 
 
-THOUGHTS: dict[str, tuple[bool, str, str, str]] = {
+WRITTEN: dict[str, tuple[bool, str, str, str]] = {
     "a block": (False, "<think>\nHm, a < b.\n</think>\n\nYes.", "Hm, a < b.", "Yes."),
     "a block that the prompt opened": (True, "\nHm.\n\nOh.\n</think>\nYes.", "Hm.\n\nOh.", "Yes."),
     "no thoughts": (False, "Yes, 1 < 2.", "", "Yes, 1 < 2."),
@@ -273,12 +274,22 @@ THOUGHTS: dict[str, tuple[bool, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", THOUGHTS)
+@pytest.mark.parametrize("case", WRITTEN)
 def test_thoughts_are_parted_from_the_answer_however_the_text_is_cut(case: str) -> None:
-    opened, text, thought, said = THOUGHTS[case]
+    opened, text, thought, said = WRITTEN[case]
     for pieces in cuts(text):
         parts = run(ReasoningSplitter(thinking=opened, content=ContentSplitter()), pieces)
         assert (parts.reasoning, parts.text) == (thought, said), pieces
+
+
+@pytest.mark.parametrize("thoughts", THOUGHTS)
+def test_thoughts_may_have_other_marks(thoughts: Thoughts) -> None:
+    begin, end = thoughts
+    assert answer_format(f"{{{{ '{end}' }}}}", "auto", "auto").thoughts == thoughts
+    for pieces in cuts(f"{begin}\nHm.\n{end}\nYes."):
+        splitter = ReasoningSplitter(thinking=False, content=ContentSplitter(), thoughts=thoughts)
+        parts = run(splitter, pieces)
+        assert (parts.reasoning, parts.text) == ("Hm.", "Yes."), pieces
 
 
 def test_a_call_after_thoughts_is_a_call_and_one_among_them_is_not() -> None:
