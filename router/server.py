@@ -30,6 +30,7 @@ from baton.core.tls import (
 )
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
+from baton.router.edges.grpc.open_inference import OpenInferenceService
 from baton.router.edges.grpc.servicers import AdminService, InferenceService, make_server
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.overview import RouterOverview
@@ -41,7 +42,14 @@ from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.controller_client import ControllerClient
 from baton.router.workers.membership import Membership
 from baton.rpc import listen
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    open_inference_pb2,
+    open_inference_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from baton.router.edges.http.http_server import HttpServer
@@ -53,6 +61,8 @@ GRACE_SECONDS = 2.0
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+(_SERVICE,) = open_inference_pb2.DESCRIPTOR.services_by_name.values()
+OPEN_INFERENCE = _SERVICE.full_name
 
 
 class RouterServer:
@@ -142,8 +152,11 @@ class RouterServer:
         admin = AdminService(self._edges, self._overview, controller)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            OpenInferenceService(self._edges), self._server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (INFERENCE, ADMIN, OPEN_INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         host, port = limits.host, limits.port
         try:

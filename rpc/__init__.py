@@ -124,14 +124,19 @@ def _shorten(message: str) -> str:
     return encoded[:_MESSAGE_BYTES].decode(errors="ignore") + "…"
 
 
-async def abort(context: Context, error: Exception) -> NoReturn:
-    """Ends a call with a typed error. An unexpected one is logged and becomes Internal."""
+def public_error(error: Exception) -> BatonError:
+    """What a caller sees of an error. An unexpected one is logged and becomes Internal."""
     if not isinstance(error, BatonError):
         log.error("a request failed unexpectedly", exc_info=error)
         error = Internal("the server failed; its log has the details")
     elif error.http_status >= 500:
         log.warning("a request failed: %s: %s", error.reason, error.message)
-    await context.abort_with_status(to_status(redact_error(error)))
+    return redact_error(error)
+
+
+async def abort(context: Context, error: Exception) -> NoReturn:
+    """Ends a call with a typed error."""
+    await context.abort_with_status(to_status(public_error(error)))
     raise AssertionError("abort_with_status returned")
 
 

@@ -103,12 +103,19 @@ def test_a_batch_outlives_its_router(cluster: ProcessCluster, tmp_path: Path) ->
     cluster.wait_idle()
 
 
-@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses"])
-def test_other_endpoints_are_served(cluster: ProcessCluster, endpoint: str) -> None:
-    field = "prompt" if endpoint == "/v1/completions" else "input"
-    body = {field: "What is the capital of France?", "temperature": 0}
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/completions", {"prompt": "The capital of France is"}),
+        ("/v1/responses", {"input": "What is the capital of France?"}),
+    ],
+)
+def test_other_endpoints_are_served(
+    endpoint: str, body: dict[str, object], cluster: ProcessCluster
+) -> None:
     with sdk(cluster) as client:
-        batch = wait(client, start(client, endpoint, {"a": body}), is_completed)
+        batch = start(client, endpoint, {"a": {**body, "temperature": 0}})
+        batch = wait(client, batch, is_completed)
         assert "Paris" in json.dumps(output(client, batch)["a"])
 
 

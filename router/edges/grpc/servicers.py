@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -37,7 +37,9 @@ _ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _READ_ONLY = {
     f"/{_ADMIN}/{name}" for name in ("Status", "Pools", "Plan", "Timing", "Diagnose", "Trends")
 }
-_PACKAGE = f"/{pb.DESCRIPTOR.package}."
+_PACKAGES = (f"/{pb.DESCRIPTOR.package}.", "/inference.")
+# Health and reflection, of other packages, need no key, and neither do these.
+_OPEN = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady")}
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -54,6 +56,32 @@ def _caller(keys: KeyRing, context: Context) -> Caller:
     return keys.caller(_metadata(context, "authorization"))
 
 
+def prepare(
+    edge: EdgeContext, message: pb.GenerateRequest, context: Context, arrived: float
+) -> tuple[Caller, Request, RequestLedger]:
+    """Who calls, and the request with what the call adds to its message."""
+    edge.check_model(message.model)
+    caller = _caller(edge.keys, context)
+    request = parse_request(message, edge.defaults)
+    left = context.time_remaining()
+    request = dataclasses.replace(
+        request,
+        cache_salt=caller.salt(request.cache_salt),
+        tenant=caller.key.name,
+        priority=caller.priority(request.priority),
+        caching=Caching.parse(_metadata(context, "cache-control")),
+        deadline=math.inf if left is None else arrived + left,
+    )
+    ledger = RequestLedger(
+        request.request_id,
+        arrived,
+        request.n,
+        owner=caller.key.name,
+        traceparent=_metadata(context, "traceparent"),
+    )
+    return caller, request, ledger
+
+
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, context: EdgeContext) -> None:
         self._context = context
@@ -64,25 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         arrived = time.monotonic()
         try:
-            self._context.check_model(message.model)
-            caller = _caller(self._context.keys, context)
-            request = parse_request(message, self._context.defaults)
-            left = context.time_remaining()
-            request = dataclasses.replace(
-                request,
-                cache_salt=caller.salt(request.cache_salt),
-                tenant=caller.key.name,
-                priority=caller.priority(request.priority),
-                caching=Caching.parse(_metadata(context, "cache-control")),
-                deadline=math.inf if left is None else arrived + left,
-            )
-            ledger = RequestLedger(
-                request.request_id,
-                arrived,
-                request.n,
-                owner=caller.key.name,
-                traceparent=_metadata(context, "traceparent"),
-            )
+            caller, request, ledger = prepare(self._context, message, context, arrived)
             with caller.admit(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)
                 ledger.end()
@@ -208,24 +218,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        # Health and reflection need no key.
-        if handler is None or not method.startswith(_PACKAGE):
+        if handler is None or not method.startswith(_PACKAGES) or method in _OPEN:
             return handler
         decode: Any = handler.request_deserializer
-        answer: Any = handler.unary_stream or handler.unary_unary
+        answer: Any = handler.stream_stream or handler.unary_stream or handler.unary_unary
 
         async def call(content: bytes, context: Context) -> Any:
-            try:
-                self._check(method, context)
-                message = decode(content)
-            except BatonError as refused:
-                await context.abort_with_status(to_status(refused))
-            except DecodeError:
-                damaged = "the message cannot be decoded: it is damaged or no request"
-                await context.abort_with_status(to_status(InvalidRequest(damaged)))
-            return await answer(message, context)
+            await self._admit(method, context)
+            return await answer(await _decoded(content, decode, context), context)
 
-        # All our methods take one message; some answer with a stream.
+        async def stream(contents: AsyncIterator[bytes], context: Context) -> Any:
+            await self._admit(method, context)
+            messages = (await _decoded(each, decode, context) async for each in contents)
+            return await answer(messages, context)
+
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
         make = (
             grpc.unary_stream_rpc_method_handler
             if handler.response_streaming
@@ -233,10 +241,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
         return make(call, None, handler.response_serializer)
 
+    async def _admit(self, method: str, context: Context) -> None:
+        try:
+            self._check(method, context)
+        except BatonError as refused:
+            await context.abort_with_status(to_status(refused))
+
     def _check(self, method: str, context: Context) -> None:
         admin = _caller(self._keys, context).admin
         if not admin and method.startswith(f"/{_ADMIN}/") and method not in _READ_ONLY:
             raise PermissionDenied("this needs an admin's API key")
+
+
+async def _decoded(content: bytes, decode: Callable[[bytes], Any], context: Context) -> Any:
+    try:
+        return decode(content)
+    except DecodeError:
+        damaged = "the message cannot be decoded: it is damaged or no request"
+        await context.abort_with_status(to_status(InvalidRequest(damaged)))
 
 
 GRPC_OPTIONS = [
