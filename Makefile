@@ -46,7 +46,7 @@ test-page: setup ## open the page in a real browser (apt-get install chromium)
 
 # Installs Schemathesis, LangChain and Anthropic's SDK; tests/clients/programs have environments of
 # their own.
-test-clients: setup ## run other people's clients: SDKs, LangChain, litellm, Schemathesis, gRPC from Node.js
+test-clients: setup ## run other people's clients: SDKs, LangChain, litellm, Triton's, Schemathesis, gRPC from Node.js
 	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
 	@$(BIN)/python -m pytest tests/clients
 

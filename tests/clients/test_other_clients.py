@@ -38,7 +38,7 @@ def test_a_client_gets_the_same_answer_every_way(
     if program.suffix == ".mjs" and not shutil.which("npm"):
         pytest.skip("needs Node.js 18 or later with npm (apt-get install npm)")
     command = installed(program, tmp_path)
-    printed = run([*command, f"http://{cluster.http}", EMBEDDED_NAME], tmp_path)
+    printed = run([*command, f"http://{cluster.http}", EMBEDDED_NAME, cluster.address], tmp_path)
     answers = printed.splitlines()
     assert len(answers) > 1
     assert answers == [PARIS] * len(answers)

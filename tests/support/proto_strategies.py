@@ -54,5 +54,7 @@ def _value(field: FieldDescriptor, depth: int) -> st.SearchStrategy[object]:
         return st.sampled_from([*(value.number for value in field.enum_type.values), 99])
     if kind == FieldDescriptor.CPPTYPE_INT32:
         return st.sampled_from((0, 1000, -1001)) | st.integers(-(2**31), 2**31 - 1)
+    if kind == FieldDescriptor.CPPTYPE_INT64:
+        return st.sampled_from((0, 1, -1)) | st.integers(-(2**63), 2**63 - 1)
     most = _UNSIGNED[kind]
     return st.sampled_from((*_EDGES, most)) | st.integers(0, most)

@@ -20,6 +20,8 @@ from baton.core.api_keys import make_key, write_keys
 from baton.core.errors import NotServed
 from baton.core.types import Request
 from baton.router.server import RouterServer
+from baton.v1 import open_inference_pb2 as oip
+from baton.v1.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 
@@ -74,6 +76,20 @@ async def test_no_grpc_call_is_answered_without_a_key(door: Door) -> None:
             for call in CALLS:
                 with pytest.raises(Unauthenticated):
                     await call(client)
+
+
+async def test_the_open_inference_protocol_needs_a_key_but_for_health(door: Door) -> None:
+    asked = oip.ModelMetadataRequest()
+    headers = (("authorization", f"Bearer {door.keys['plain']}"),)
+    async with grpc.aio.insecure_channel(door.server.address) as channel:
+        stub: Any = GRPCInferenceServiceStub(channel)
+        assert (await stub.ServerLive(oip.ServerLiveRequest())).live
+        assert (await stub.ServerReady(oip.ServerReadyRequest())).ready
+        assert (await stub.ModelMetadata(asked, metadata=headers)).name
+        with pytest.raises(grpc.aio.AioRpcError, match="an API key is missing"):
+            await stub.ModelMetadata(asked)
+        with pytest.raises(grpc.aio.AioRpcError, match="an API key is missing"):
+            await stub.ModelStreamInfer(iter([oip.ModelInferRequest()])).read()
 
 
 async def test_a_users_key_allows_no_admin_calls(door: Door) -> None:

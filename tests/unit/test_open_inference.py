@@ -9,10 +9,14 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from front_door import front_door_beside
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from proto_strategies import messages
 
 from baton.core.errors import InvalidRequest
 from baton.core.model_store import EMBEDDED_NAME
-from baton.router.edges.grpc.open_tensors import InferCall
+from baton.router.edges.grpc.open_tensors import INPUTS, InferCall
+from baton.router.edges.grpc.protobuf import parse_request
 from baton.v1 import open_inference_pb2 as oip
 from baton.v1.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -113,6 +117,35 @@ def test_a_tensor_has_one_element_of_its_type(wrong: Tensor) -> None:
     asked.inputs.append(wrong)
     with pytest.raises(InvalidRequest, match="stream must have one element"):
         InferCall.parse(asked)
+
+
+JSON_VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+FIELDS = st.sampled_from(
+    ["temperature", "top_k", "seed", "max_tokens", "n", "stop", "stop_token_ids", "logit_bias",
+     "ignore_eos", "priority", "json_schema", "min_tokens", "cache_salt"]
+)  # fmt: skip
+
+
+@given(st.dictionaries(FIELDS, JSON_VALUES | st.lists(JSON_VALUES, max_size=2), max_size=4))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_sampling_parameters_are_parsed_or_refused_with_their_field(
+    fields: dict[str, object],
+) -> None:
+    try:
+        parse_request(InferCall.parse(request(sampling_parameters=fields)).message)
+    except InvalidRequest as refused:
+        assert refused.field.removeprefix("sampling.") in fields  # noqa: PT017
+
+
+@given(st.sampled_from([*INPUTS, "max_tokens"]), messages(Tensor.DESCRIPTOR), st.binary(max_size=9))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_any_tensor_is_parsed_or_refused(name: str, made: Tensor, raw: bytes) -> None:
+    made.name = name
+    asked = oip.ModelInferRequest(inputs=[made], raw_input_contents=[raw] if raw else [])
+    try:
+        InferCall.parse(asked)
+    except InvalidRequest as refused:
+        assert refused.field  # noqa: PT017
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from proto_strategies import messages
 from baton.core.errors import InvalidRequest
 from baton.core.types import Request, Sampling
 from baton.router.edges.grpc.protobuf import parse_request
-from baton.v1 import cluster_pb2, inference_pb2
+from baton.v1 import cluster_pb2, inference_pb2, open_inference_pb2
 from baton.v1.inference_pb2 import GenerateRequest
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True)
@@ -34,6 +34,7 @@ FINE = (
 SERVICES = {
     **inference_pb2.DESCRIPTOR.services_by_name,
     "Admin": cluster_pb2.DESCRIPTOR.services_by_name["Admin"],
+    **open_inference_pb2.DESCRIPTOR.services_by_name,
 }
 METHODS = [method for service in SERVICES.values() for method in service.methods]
 

@@ -140,8 +140,7 @@ class ResponseRenderer:
         self._call, self._model, self._id = call, model, identity
         self._texts = [call.prefix] * answers
         self._tokens, self._reasons = [0] * answers, [""] * answers
-        self._prompt_tokens = self._left = 0
-        self._left = answers
+        self._prompt_tokens, self._left = 0, answers
 
     def add(self, event: AnswerEvent) -> None:
         if isinstance(event, pb.Started):

@@ -30,7 +30,7 @@ _NUMBERS = {
     "FP32": ("fp32_contents", "<f"),
     "FP64": ("fp64_contents", "<d"),
 }
-_SAMPLING = pb.SamplingParameters.DESCRIPTOR.fields_by_name.keys() - {
+_SAMPLING = {field.name for field in pb.SamplingParameters.DESCRIPTOR.fields} - {
     *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
 }
 _OTHERS = {

@@ -218,7 +218,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(_PACKAGES) or method in _OPEN:
+        if handler is None or not method.startswith(_PACKAGES):
             return handler
         decode: Any = handler.request_deserializer
         answer: Any = handler.stream_stream or handler.unary_stream or handler.unary_unary
@@ -243,7 +243,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def _admit(self, method: str, context: Context) -> None:
         try:
-            self._check(method, context)
+            if method not in _OPEN:
+                self._check(method, context)
         except BatonError as refused:
             await context.abort_with_status(to_status(refused))
 

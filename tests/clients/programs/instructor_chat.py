@@ -12,7 +12,7 @@ class Capital(BaseModel):
     city: str = Field(pattern="^Paris$")
 
 
-address, model = sys.argv[1:]
+address, model = sys.argv[1:3]
 asked = [{"role": "user", "content": "What is the capital of France?"}]
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     client = instructor.from_openai(

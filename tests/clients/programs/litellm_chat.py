@@ -8,7 +8,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # asks nobody for prices
 import litellm
 
 litellm.suppress_debug_info = True
-address, model = sys.argv[1:]
+address, model = sys.argv[1:3]
 asked = [{"role": "user", "content": "What is the capital of France?"}]
 options = {"model": f"openai/{model}", "api_base": f"{address}/v1", "api_key": "none"}
 print(litellm.completion(messages=asked, temperature=0, **options).choices[0].message.content)

@@ -7,7 +7,7 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-address, name = sys.argv[1:]
+address, name = sys.argv[1:3]
 provider = OpenAIProvider(base_url=f"{address}/v1", api_key="none")
 for kind in (OpenAIChatModel, OpenAIResponsesModel):
     settings = {"temperature": 0, "max_tokens": 40}
