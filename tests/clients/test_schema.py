@@ -14,12 +14,13 @@ from baton.router.edges.http.openapi import document
 from bench import instant_worker
 
 # No schema can say which regular expressions, grammars and JSON Schemas are sound, which token ids
-# the model knows, and what goes together, such as stream_options and stream. Embeddings are there
-# to say that they are not served.
+# the model knows, what goes together, such as stream_options and stream, and what is a time.
+# Embeddings are there to say that they are not served.
 EXCLUDED = {
     path: [positive_data_acceptance]
     for path in (
         "/v1/chat/completions",
+        "/v1/batches",
         "/v1/completions",
         "/v1/embeddings",
         "/v1/messages",
@@ -40,10 +41,11 @@ api = schemathesis.openapi.from_dict(document(), config=CONFIG)
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    kept = {"folder": str(tmp_path_factory.mktemp("batches"))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(instant_worker, "CONTEXT_LENGTH", 256)  # answers as long as that take long
-        with front_door_beside() as door:
+        with front_door_beside({"batches": kept}) as door:
             yield f"http://{door.http_address}"
 
 

@@ -137,4 +137,4 @@ def outcomes(cluster: ProcessCluster, prefix: str) -> list[str]:
     """Of the latest requests whose ids begin so."""
     answer = httpx.get(f"http://{cluster.http}/v1/requests?limit=200")
     recent = answer.raise_for_status().json()["data"]
-    return [each["outcome"] for each in recent if each["requestId"].startswith(prefix)]
+    return [each["outcome"] for each in recent if each["request_id"].startswith(prefix)]
