@@ -7,7 +7,10 @@ down three at most. A short form runs with every `make test`, a long one with `m
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +20,7 @@ from random import Random
 import pytest
 from crashing_worker import CRASHES, CULPRIT, PROMPT_TOKENS
 from processes import ProcessCluster
+from serving import Serve
 from waiting import until
 
 import baton
@@ -36,6 +40,20 @@ KINDS: list[dict[str, object]] = [
     {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5},
     {"temperature": 0.8, "seed": 5, "n": 2},
 ]
+CRASHING = f"""
+import os
+from baton.worker.step_record import StepRecord
+
+begin = StepRecord.begin
+
+def crash(self, rows):
+    begin(self, rows)
+    for row in rows:
+        if list(row.tokens[:4]) == {CULPRIT} and len(row.tokens) > {PROMPT_TOKENS + 20}:
+            os.abort()
+
+StepRecord.begin = crash
+"""
 
 
 class Streams:
@@ -187,3 +205,21 @@ async def test_a_request_that_crashes_workers_takes_down_three_and_nobody_with_i
         assert streams.outcomes == {"same": 60}
         assert supervisor.restarts == 3
         cluster.wait_idle()
+
+
+@pytest.mark.fleet
+def test_a_request_that_crashes_workers_takes_down_three_under_ray(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Ray starts them again, and verdicts come through the controller."""
+    # Every Python of the cluster imports it first.
+    (tmp_path / "sitecustomize.py").write_text(CRASHING)
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    flags = ("--model", str(tiny), "--prefill", "2", "--decode", "2", "--kv-memory", "4MiB")
+    prompt = [*CULPRIT, *[3] * (PROMPT_TOKENS - len(CULPRIT))]
+    with Serve(tmp_path, *flags, environment=environment) as serve:
+        with serve.ready().client() as client, pytest.raises(baton.PoisonRequest):
+            client.generate(prompt, max_tokens=100, ignore_eos=True, timeout=300.0)
+        serve.wait_for(r"(prefill|decode)-\d +ready", 4 + 3)
+        serve.wait_whole(4)
+        assert len(re.findall(r"(prefill|decode)-\d +ready", serve.stdout)) == 4 + 3
