@@ -1,6 +1,7 @@
 """One engine in one process against transformers: time to first token, and tokens a second.
 
     python -m bench.engine [--model FOLDER] [--rows ttft-128 decode ...] [--skip-transformers]
+                           [--dtype bfloat16] [--quantization int8]
 
 Prompts are random tokens; answers are greedy and never end early. `decode` is
 one stream after a prompt of 128 tokens. The batch rows count the tokens of all
@@ -36,8 +37,8 @@ class Generator(Protocol):
 class Ours:
     """The engine under the simplest scheduler: prompts first, then all answers together."""
 
-    def __init__(self, folder: Path, threads: int, chunk: int) -> None:
-        self._engine = Engine.load(folder, threads=threads, kv_memory=1 << 30)
+    def __init__(self, engine: Engine, chunk: int) -> None:
+        self._engine = engine
         self._chunk = chunk
 
     def generate(self, prompts: Prompts, count: int) -> None:
@@ -175,13 +176,21 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--skip-transformers", action="store_true")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--quantization", choices=["none", "int8"], default="none")
     options = parser.parse_args()
     folder = model_store.locate(options.model)
     theirs: dict[str, float] = {}
     if not options.skip_transformers:
         theirs = run(Transformers(folder, options.threads), options.rows)
-    ours = run(Ours(folder, options.threads, options.chunk), options.rows)
-    print_table(ours, theirs)
+    engine = Engine.load(
+        folder,
+        threads=options.threads,
+        kv_memory=1 << 30,
+        dtype=options.dtype,
+        quantization=options.quantization,
+    )
+    print_table(run(Ours(engine, options.chunk), options.rows), theirs)
 
 
 if __name__ == "__main__":

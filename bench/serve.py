@@ -24,6 +24,7 @@ from baton import Client
 from baton.cluster.launch import Cluster, routers
 from baton.core import metrics, model_store
 from baton.core.config import Config, RouterConfig
+from baton.engine.engine import Engine
 from bench.engine import Ours, Prompts, random_prompts
 
 CHUNK = 512
@@ -50,7 +51,8 @@ class AloneEngine:
 
 
 def _serve_engine(model: str, pipe: Connection) -> None:
-    engine = Ours(model_store.locate(model), THREADS, CHUNK)
+    loaded = Engine.load(model_store.locate(model), threads=THREADS, kv_memory=1 << 30)
+    engine = Ours(loaded, CHUNK)
     while (asked := pipe.recv()) is not None:
         prompts, count = asked
         began = time.perf_counter()

@@ -21,6 +21,7 @@ from baton.core.tls import check_router, node_identity
 from baton.core.types import Role
 from baton.engine.model_choice import (
     AnyArchitecture,
+    check_quantization,
     describe_fallback,
     model_type,
     read_model,
@@ -50,8 +51,10 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     weights = workers_here and config.weights == "files"
     folder = model_store.locate(config.model, weights=weights)
     architecture = read_model(folder, config.engine, config.max_context)
+    check_quantization(config.quantization, architecture, config.device)
     read_defaults(folder, config.router.generation_config)
     _check_pools(config, architecture)
+    _check_quantized_ranks(config)
     _check_planner(config)
     prefill, decode = config.prefill, config.decode
     check_ranks(prefill.tensor_parallel, architecture, prefill.gpu_share)
@@ -79,6 +82,18 @@ def _check_pools(config: Config, architecture: AnyArchitecture) -> None:
                 f"{name} of {int(kv_memory)} bytes holds no page: one takes {page_bytes}",
                 field=name,
             )
+
+
+def _check_quantized_ranks(config: Config) -> None:
+    """The codes of what a rank multiplies depend on its part: the pools would differ by more than
+    rounding."""
+    ranks = [config.prefill.tensor_parallel, config.decode.tensor_parallel]
+    if config.quantization != "none" and ranks[0] != ranks[1]:
+        raise InvalidConfig(
+            f"quantization {config.quantization} needs the same tensor_parallel in both pools, not"
+            f" {ranks[0]} and {ranks[1]}",
+            field="quantization",
+        )
 
 
 def _check_planner(config: Config) -> None:

@@ -284,6 +284,12 @@ class Config:
         " a GPU yet.",
         "--speculation",
     )
+    quantization: Literal["none", "int8"] = key(
+        "none",
+        "int8: layers' weights are quantized while they are loaded, and what they multiply with"
+        " each step; on CPUs (docs/MODELS.md).",
+        "--quantization",
+    )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "cpu or cuda; auto uses GPUs if there are any.", "--device"
     )

@@ -33,6 +33,8 @@ from baton.engine.model_choice import (
     AnyArchitecture,
     EngineChoice,
     FallbackArchitecture,
+    WeightQuantization,
+    check_quantization,
     describe_fallback,
     part_of,
     read_model,
@@ -101,6 +103,7 @@ class Engine:
         progress: LoadProgress = lambda what, done: None,
         group: Group | None = None,
         engine: EngineChoice = "auto",
+        quantization: WeightQuantization = "none",
     ) -> Engine:
         """Loads the model in `folder`, with `kv_memory` bytes of pages; on a GPU, 0 takes the
         rest of its memory.
@@ -112,6 +115,7 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(threads)
         architecture = read_model(folder, engine, max_context)
+        check_quantization(quantization, architecture, device)
         split = group.split if group else WHOLE
         part = part_of(architecture, split)
         kind = _dtype(dtype)
@@ -131,7 +135,7 @@ class Engine:
                 if random_weights
                 else _open_weights(folder, architecture, device, partial(progress, "weights"))
             )
-            model = load_model(source, architecture, kind, device, group)
+            model = load_model(source, architecture, kind, device, group, quantization)
         else:
             model = _load_fallback(folder, architecture, kind, device, random_weights)
         context = min(architecture.context_length, max_context or architecture.context_length)
@@ -149,7 +153,7 @@ class Engine:
         kv = torch.zeros(shape, dtype=kind, device=device)
         make = partial(_make_runner, model, kv, pool, context, progress, group)
         progress("pages", 1.0)
-        name = fingerprint(folder, architecture, random_weights)
+        name = fingerprint(folder, architecture, random_weights, quantization)
         grammars = Grammars(folder, architecture.vocabulary_size)
         return cls(architecture, split, pool, kv, context, name, grammars, make, gpu)
 
@@ -255,9 +259,14 @@ def _make_runner(
     return start_runner(model, kv, pool, context, gpu, progress, group)
 
 
-def fingerprint(folder: Path, architecture: AnyArchitecture, random_weights: bool = False) -> str:
+def fingerprint(
+    folder: Path,
+    architecture: AnyArchitecture,
+    random_weights: bool = False,
+    quantization: WeightQuantization = "none",
+) -> str:
     """Equal for the same model on any machine; different for any other, but for collisions."""
-    shape = json.dumps(dataclasses.asdict(architecture), sort_keys=True)
+    shape = json.dumps([dataclasses.asdict(architecture), quantization], sort_keys=True)
     files = b"random" if random_weights else digest_files(checkpoint_files(folder))
     return hashlib.sha256(shape.encode() + files).hexdigest()
 

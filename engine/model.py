@@ -68,6 +68,11 @@ class Layer:
     window: int | None
     rope: int | None  # its place in the architecture's ropes
 
+    def quantize(self) -> None:
+        """Keeps weights as int8 codes, but those between latents and heads."""
+        for part in (self.qkv, self.output, self.mlp):
+            part.quantize()
+
 
 @dataclass(frozen=True, slots=True)
 class Model:

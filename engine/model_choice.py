@@ -16,6 +16,8 @@ from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import read_stated
 
 EngineChoice = Literal["auto", "native", "transformers"]
+WeightQuantization = Literal["none", "int8"]
+"""Of a model's weights when they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,21 @@ def check_ranks_of(model: AnyArchitecture, size: int) -> None:
             f"{size} ranks cannot share a model that runs through transformers",
             field="tensor_parallel",
         )
+
+
+def check_quantization(
+    quantization: WeightQuantization, model: AnyArchitecture, device: str
+) -> None:
+    """Raises InvalidConfig where the model cannot be quantized on such a device, or `auto`."""
+    if quantization == "none":
+        return
+    if not isinstance(model, Architecture):
+        obstacle = "a model that runs through transformers cannot be quantized"
+    elif device.startswith("cuda"):
+        obstacle = "models are not quantized on GPUs yet"
+    else:
+        return
+    raise InvalidConfig(f"{obstacle}; quantization is {quantization}", field="quantization")
 
 
 def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:

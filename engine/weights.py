@@ -17,6 +17,7 @@ from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Arrange, Checkpoint, Cut
 from baton.engine.latent_config import NORM_EPSILON
 from baton.engine.model import Layer, Model
+from baton.engine.model_choice import WeightQuantization
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.rotations import interleave_pairs
 from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear, SummedNorms
@@ -48,12 +49,14 @@ def load_model(
     dtype: torch.dtype,
     device: str,
     group: Group | None = None,
+    quantization: WeightQuantization = "none",
 ) -> Model:
-    """Loads the source's weights; with a group, this rank's part of them.
+    """Loads the source's weights; with a group, this rank's part of them. Each layer is quantized
+    before the next is loaded.
 
     `architecture` is the whole model's; the returned model has that of its part.
     """
-    return _Loader(source, architecture, dtype, device, group).load()
+    return _Loader(source, architecture, dtype, device, group).load(quantization)
 
 
 def separate_pairs(pairs: Tensor) -> Tensor:
@@ -79,10 +82,14 @@ class _Loader:
         self._dtype = dtype
         self._device = device
 
-    def load(self) -> Model:
+    def load(self, quantization: WeightQuantization) -> Model:
         shape = self._architecture
         embedding = self._embedding()
-        layers = [self._layer(index) for index in range(shape.layers)]
+        layers = []
+        for index in range(shape.layers):
+            layers.append(self._layer(index))
+            if quantization == "int8":
+                layers[-1].quantize()
         norm = self._norm("model.norm.weight", shape.hidden)
         head = self._head(embedding)
         self._source.finish(_extra_layers(shape))

@@ -24,6 +24,11 @@ class MLP:
         self.gate_up = gate_up
         self.down = down
 
+    def quantize(self) -> None:
+        """As Linear.quantize."""
+        self.gate_up.quantize()
+        self.down.quantize()
+
     def pack(self) -> None:
         """As Linear.pack."""
         self.gate_up.pack()
@@ -84,11 +89,21 @@ class Experts:
             for up, up_bias, out, out_bias in zip(gate_up, ups, down, downs, strict=True)
         ]
 
+    def quantize(self) -> None:
+        """As Linear.quantize; the router stays as it is."""
+        for expert in self._each:
+            expert.quantize()
+        self._drop_buffers()
+
     def pack(self) -> None:
         """As Linear.pack."""
         self.router.pack()
         for expert in self._each:
             expert.pack()
+        self._drop_buffers()
+
+    def _drop_buffers(self) -> None:
+        """Once no expert reads them."""
         if all(expert.down.weight.is_meta for expert in self._each):
             self.gate_up, self.down = (
                 torch.empty_like(each, device="meta") for each in (self.gate_up, self.down)

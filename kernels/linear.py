@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels.cpu import compiler
+from baton.kernels.int8 import Int8Weight, int8_product, quantize_weight
 
 if TYPE_CHECKING:
     from baton.kernels.cpu.panels import Panels
@@ -62,24 +63,34 @@ class RMSNorm:
 class Linear:
     """x @ weight.T + bias."""
 
-    __slots__ = ("_panels", "bias", "weight")
+    __slots__ = ("_codes", "_panels", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
+        self._codes: Int8Weight | None = None
         self._panels: Panels | None = None
+
+    def quantize(self) -> None:
+        """Keeps the weight as int8 codes alone."""
+        self._codes = quantize_weight(self.weight)
+        self.weight = _shape_only(self.weight)
 
     def pack(self) -> None:
         """Moves the weight into panels where there is compiled code for it."""
         if self._panels is None:
-            self._panels = _panels(self.weight, self.bias)
-            self.weight = self.weight if self._panels is None else _shape_only(self.weight)
+            self._panels = _panels(self._codes or self.weight, self.bias)
+        if self._panels:
+            self._codes, self.weight = None, _shape_only(self.weight)
 
     def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [rows, in], normalized if a norm is given -> [rows, out]."""
         if self._panels:
             return self._panels.product(x, norm)
-        return functional.linear(norm(x) if norm else x, self.weight, self.bias)
+        x = norm(x) if norm else x
+        if self._codes:
+            return _plus(int8_product(x, self._codes), self.bias).to(x.dtype)
+        return functional.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor, after: RMSNorm | None = None) -> Tensor:
         """residual [rows, out] + self(x), normalized if a norm is given."""
@@ -87,6 +98,9 @@ class Linear:
             return after.add_to(residual, self(x))
         if self._panels:
             return self._panels.add_to(residual, x)
+        if self._codes:
+            added = _plus(residual, self.bias)
+            return _plus(int8_product(x, self._codes), added).to(residual.dtype)
         if self.bias is None:
             return torch.addmm(residual, x, self.weight.t())
         return self(x).add_(residual)
@@ -96,7 +110,7 @@ class GatedLinear:
     """activation(x @ gate.T) * (x @ up.T), each with its bias; gate and up are halves of one
     weight."""
 
-    __slots__ = ("_panels", "activation", "bias", "weight")
+    __slots__ = ("_codes", "_panels", "activation", "bias", "weight")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
@@ -104,23 +118,34 @@ class GatedLinear:
         self.weight = weight  # [2 * out, in]
         self.bias = bias  # [2 * out]
         self.activation = activation
+        self._codes: Int8Weight | None = None
         self._panels: tuple[Panels, Panels] | None = None
+
+    def quantize(self) -> None:
+        """As Linear.quantize."""
+        self._codes = quantize_weight(self.weight)
+        self.weight = _shape_only(self.weight)
 
     def pack(self) -> None:
         """As Linear.pack."""
         if self._panels is None:
             biases = (None, None) if self.bias is None else self.bias.chunk(2)
-            gate, up = map(_panels, self.weight.chunk(2), biases)
+            halves = self._codes.halves() if self._codes else self.weight.chunk(2)
+            gate, up = map(_panels, halves, biases)
             self._panels = (gate, up) if gate and up else None
-            self.weight = self.weight if self._panels is None else _shape_only(self.weight)
+        if self._panels:
+            self._codes, self.weight = None, _shape_only(self.weight)
 
     def __call__(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """x [rows, in], normalized if a norm is given -> [rows, out]."""
         if self._panels:
             gate, up = self._panels
             return gate.gated(up, x, norm, self.activation)
-        product = functional.linear(norm(x) if norm else x, self.weight, self.bias)
-        return gate_and_multiply(product, self.activation)
+        x = norm(x) if norm else x
+        if self._codes:
+            product = _plus(int8_product(x, self._codes), self.bias)
+            return gate_and_multiply(product, self.activation).to(x.dtype)
+        return gate_and_multiply(functional.linear(x, self.weight, self.bias), self.activation)
 
 
 class HeadLinear:
@@ -145,7 +170,11 @@ class HeadLinear:
         return torch.stack(found, dim=1)
 
 
-def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
+def _plus(numbers: Tensor, more: Tensor | None) -> Tensor:
+    return numbers if more is None else numbers + more
+
+
+def _panels(weight: Tensor | Int8Weight, bias: Tensor | None) -> Panels | None:
     if not compiler.suits(weight):
         return None
     from baton.kernels.cpu.panels import Panels, suits  # imports llvmlite

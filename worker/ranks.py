@@ -85,6 +85,7 @@ def rank_settings(
         threads=threads,
         random_weights=config.weights == "random",
         engine=config.engine,
+        quantization=config.quantization,
         gpu=dataclasses.replace(gpu, memory_share=gpu.memory_share / most),
     )
     settings = RankSettings(

@@ -14,10 +14,9 @@ import platform
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from baton.kernels.cpu import code_cache
 
@@ -126,6 +125,8 @@ def _host() -> tuple[str, str, str, str]:
     from llvmlite import binding
 
     cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    if has_dot():  # which LLVM takes from a CPU's name alone
+        features += ",+dotprod"
     return llvmlite.__version__, binding.get_default_triple(), cpu, features
 
 
@@ -164,7 +165,15 @@ def scratch(*sizes: int) -> list[int]:
     return [base + 4 * start for start in starts[:-1]]
 
 
-def suits(tensor: Tensor) -> bool:
+class _Typed(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def suits(tensor: _Typed) -> bool:
     """Whether compiled code supports this type and device."""
     if tensor.device.type != "cpu" or not available():
         return False
@@ -198,6 +207,13 @@ def _obstacle() -> str | None:
 
 def _is_arm() -> bool:
     return platform.machine() in ("aarch64", "arm64")
+
+
+@functools.cache
+def has_dot() -> bool:
+    """Whether this CPU adds up four products of int8 in one lane (Arm's SDOT)."""
+    known = Path("/proc/cpuinfo")
+    return _is_arm() and known.exists() and "asimddp" in known.read_text().split()
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.cpu import amx, compiler
+from baton.kernels.cpu import amx, compiler, int8_product
 from baton.kernels.cpu.compiler import AVX2
 from baton.kernels.cpu.product import (
     GATES,
@@ -20,15 +20,18 @@ from baton.kernels.cpu.product import (
     library,
 )
 from baton.kernels.cpu.vectors import element_of
+from baton.kernels.int8 import Int8Weight
 from baton.kernels.linear import Activation, RMSNorm
 
 FEW_ROWS = 16
 """Rows that one thread lays out before a second could start."""
 
 
-def host_tile(weight: Tensor) -> Tile:
+def host_tile(weight: Tensor | Int8Weight) -> Tile:
     """The tile that fills this CPU's registers."""
     registers, element = compiler.registers(), element_of(weight.dtype)
+    if isinstance(weight, Int8Weight):
+        return Tile(registers.lanes, int8_product.ROWS, element, codes=True)
     if weight.dtype == torch.bfloat16 and weight.shape[1] % amx.INPUTS == 0 and compiler.has_amx():
         return Tile(amx.LANES, amx.ROWS, element, amx=True)
     return Tile(registers.lanes, 4 if registers.number == AVX2.number else 8, element)
@@ -49,18 +52,21 @@ class Panels:
         "_tile",
     )
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Int8Weight, bias: Tensor | None) -> None:
         self._tile = host_tile(weight)
+        outputs = len(weight.codes if isinstance(weight, Int8Weight) else weight)
         # A weight of fewer outputs than a panel has is filled up.
-        self._missing = max(0, self._tile.panel - weight.shape[0])
+        self._missing = max(0, self._tile.panel - outputs)
         if self._missing:
-            weight = functional.pad(weight, (0, 0, 0, self._missing))
+            weight = _filled_up(weight, self._missing)
             bias = None if bias is None else functional.pad(bias, (0, self._missing))
-        self._outputs, self._inputs = weight.shape
+        self._outputs = outputs + self._missing
         self._panels = _packed(weight, self._tile)
+        self._inputs = (self._panels if isinstance(weight, Int8Weight) else weight).shape[1]
         self._count = len(self._panels)
         self._bias = bias
-        self._addend = weight.new_zeros(self._outputs) if bias is None else bias
+        zeros = torch.zeros(self._outputs, dtype=weight.dtype)
+        self._addend = zeros if bias is None else bias
         compiled = library(self._tile)  # when a model is loaded, not at its first step
         names = ("lay_out", "product", *GATES)
         self._addresses = {name: compiled.address(name) for name in names}
@@ -129,8 +135,10 @@ class Panels:
         )
 
 
-def suits(weight: Tensor) -> bool:
+def suits(weight: Tensor | Int8Weight) -> bool:
     """Whether compiled code supports weights of this shape."""
+    if isinstance(weight, Int8Weight):
+        return int8_product.suits(weight)
     outputs, inputs = weight.shape
     return outputs > 0 and inputs > 0 and inputs % INPUTS_PER_TURN == 0
 
@@ -146,8 +154,17 @@ def _cut(panels: int, rows: int, panel: int, block: int, threads: int) -> tuple[
     return each, max(1, -(-blocks // parts)) * block
 
 
-def _packed(weight: Tensor, tile: Tile) -> Tensor:
+def _filled_up(weight: Tensor | Int8Weight, missing: int) -> Tensor | Int8Weight:
+    if not isinstance(weight, Int8Weight):
+        return functional.pad(weight, (0, 0, 0, missing))
+    codes = functional.pad(weight.codes, (0, 0, 0, missing))
+    return Int8Weight(codes, functional.pad(weight.scales, (0, 0, 0, missing)), weight.dtype)
+
+
+def _packed(weight: Tensor | Int8Weight, tile: Tile) -> Tensor:
     """[outputs, inputs] -> [panels, inputs, panel]; the last panel holds the last outputs."""
+    if isinstance(weight, Int8Weight):
+        return int8_product.packed(weight, tile.panel)
     (outputs, inputs), panel = weight.shape, tile.panel
     whole = outputs // panel
     if tile.amx:

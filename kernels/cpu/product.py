@@ -27,11 +27,12 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from baton.kernels.cpu import amx
+from baton.kernels.cpu import amx, int8_product
 from baton.kernels.cpu.compiler import NEON, Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
     FLOAT,
+    LANE,
     QUAD,
     Floats,
     constant,
@@ -63,6 +64,7 @@ class Tile:
     rows: int  # of a block; a multiple of QUAD
     element: ir.Type  # of x, weights and results
     amx: bool = False  # sums are in tile registers (amx.py)
+    codes: bool = False  # x and weights are int8 (int8_product.py); inputs count its depth
 
     @property
     def panel(self) -> int:
@@ -71,6 +73,10 @@ class Tile:
     @property
     def block_element(self) -> ir.Type:
         return self.element if self.amx else FLOAT
+
+    @property
+    def weight_element(self) -> ir.Type:
+        return LANE if self.codes else self.element
 
 
 class ProductArguments(ctypes.Structure):
@@ -139,6 +145,8 @@ def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
 
 def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function:
     """The first rows of a tile: (block, inputs, panel, addend, its stride, out, its stride)"""
+    if tile.codes:
+        return int8_product.part_code(module, rows, VECTORS, tile.element, result)
     types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"tile_{result}_{rows}", types, lanes=tile.lanes)
     block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
@@ -187,10 +195,13 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
     blocks, epsilon = given.memory("blocks", tile.block_element), given.field("epsilon")
     rows, inputs = given.count("rows"), given.count("inputs")
     blocks_of_rows = (rows + tile.rows - 1) // tile.rows
+    width = inputs
+    if tile.codes:
+        width = int8_product.lanes_of(inputs) * int8_product.INPUTS_OF_LANE
     with code.claim(given.field("blocks_claimed"), blocks_of_rows) as index:
         row = index * tile.rows
         left = rows - row
-        at = (x.from_(row * inputs), left, inputs, norm, epsilon, blocks.from_(row * inputs))
+        at = (x.from_(row * width), left, inputs, norm, epsilon, blocks.from_(row * inputs))
         for (single, normed), maker in makers.items():
             is_single = left.compare("==" if single else ">", 1)
             is_normed = norm.is_null("!=" if normed else "==")
@@ -201,6 +212,8 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
 
 def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
     """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
+    if tile.codes:
+        return int8_product.block_code(module, tile.element, single=single, normed=normed)
     name = f"block{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments
@@ -312,7 +325,7 @@ def _call_panel(
     result: ir.Type,
 ) -> None:
     inputs, outputs, stride = (given.count(n) for n in ("inputs", "outputs", "addend_stride"))
-    weights = given.memory(prefix + "panels", tile.element)
+    weights = given.memory(prefix + "panels", tile.weight_element)
     code.call(
         panel,
         given.memory("blocks", tile.block_element).from_(at.row * inputs),

@@ -75,6 +75,13 @@ class Floats:
     def at_most(self, other: Floats | float) -> Floats:
         return self._call("minnum", self, self._same(other))
 
+    def magnitude(self) -> Floats:
+        return self._call("fabs", self)
+
+    def nearest(self) -> Floats:
+        """Rounded to whole numbers: of two the even one."""
+        return self._call("roundeven", self)
+
     def root(self) -> Floats:
         return self._call("sqrt", self)
 

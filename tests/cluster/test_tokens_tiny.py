@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from engine_loop import answer, load
 from processes import ProcessCluster
 from quantized_models import save_quantized
 from tiny_models import TINY_MODELS, VOCABULARY, choices_of_transformers, save
@@ -65,4 +66,18 @@ def test_tokens_of_a_quantized_checkpoint_equal_transformers(
         answers = ask(cluster, prompts(0))
         assert {len(answer) for answer in answers} == {ANSWER}
         assert answers == choices_of_transformers(oracle, prompts(0), answers)
+        cluster.wait_idle()
+
+
+def test_tokens_of_a_model_in_int8_are_those_of_one_engine(tmp_path: Path) -> None:
+    save(TINY_MODELS["qwen3-moe"], tmp_path / "model")
+    engine = load(tmp_path / "model", quantization="int8")
+    expected = [answer(engine, prompt, ANSWER) for prompt in prompts(0)]
+    tree: dict[str, object] = {
+        "quantization": "int8",
+        "prefill": {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1},
+        "decode": {"kv_memory": "4MiB", "threads": 2},
+    }
+    with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
+        assert ask(cluster, prompts(0)) == expected
         cluster.wait_idle()

@@ -1,0 +1,199 @@
+"""Weights and rows as int8 codes: products, whole models, and what is refused."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from engine_loop import load, serve
+from rank_threads import split_engine
+from tiny_models import TINY_MODELS, save
+from torch import Tensor, nn
+
+from baton.cluster.preflight import prepare
+from baton.core.config import parse
+from baton.core.errors import InvalidConfig
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.engine import Engine
+from baton.engine.sequence import Sequence
+from baton.kernels.cpu import compiler
+from baton.kernels.int8 import int8_product, quantize_rows, quantize_weight
+from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm
+
+ROWS = [1, 2, 3, 7, 8, 9, 16, 37]
+SHAPES = [(16, 12), (48, 199), (80, 13), (576, 40), (2064, 64), (64, 3), (20, 24)]
+"""(inputs, outputs); compiled code takes multiples of 16 inputs."""
+
+DTYPES = [torch.float32, torch.bfloat16]
+PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 6, 70)]
+
+
+def exactly(x: Tensor, weight: Tensor) -> Tensor:
+    """The definition, in float64: of each 64 inputs the greatest has code 127."""
+
+    def rounded(rows: Tensor) -> Tensor:
+        peaks = rows.abs().amax(dim=-1, keepdim=True).float()
+        factors = torch.full_like(peaks, 127.0) / peaks
+        return torch.round(rows.float() * factors).double() * (peaks.double() / 127)
+
+    groups = zip(x.split(64, dim=-1), weight.split(64, dim=-1), strict=True)
+    return torch.stack([rounded(some) @ rounded(other).mT for some, other in groups]).sum(dim=0)
+
+
+def test_a_groups_greatest_number_has_the_greatest_code() -> None:
+    rows = torch.zeros(2, 66)
+    rows[0, :3], rows[0, 64:] = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([3e-3, 0.0])
+    codes, scales = quantize_rows(rows)
+    assert codes[0, :3].tolist() == [32, -127, 64]
+    assert codes[0, 64:].tolist() == [127, 0]
+    assert not codes[1].any()
+    assert (127 * scales[0]).tolist() == pytest.approx([2.0, 3e-3])
+
+
+@pytest.mark.parametrize("inputs", [16, 1024, 1040, 4096])
+def test_products_are_as_defined(inputs: int) -> None:
+    """Also of the greatest codes."""
+    x, weight = torch.ones(3, inputs), torch.ones(5, inputs)
+    x[1] = torch.randn(inputs)
+    weight[2] = torch.randn(inputs)
+    found = int8_product(x, quantize_weight(weight))
+    assert torch.allclose(found.double(), exactly(x, weight), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_compiled_products_have_the_bits_of_torchs(
+    inputs: int, outputs: int, dtype: torch.dtype, biased: bool
+) -> None:
+    weight = torch.randn(outputs, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    plain, packed = Linear(weight, bias), Linear(weight, bias)
+    for linear in (plain, packed):
+        linear.quantize()
+        assert linear.weight.is_meta
+    packed.pack()
+    for rows in ROWS:
+        x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
+        x[-1] *= 0
+        assert torch.equal(packed(x), plain(x))
+        assert torch.equal(packed.add_to(residual, x), plain.add_to(residual, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gates_of_codes(activation: Activation, dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(2 * 30, 48).to(dtype), torch.randn(60).to(dtype)
+    norm = RMSNorm(torch.rand(48).to(dtype), 1e-5)
+    packed, plain = GatedLinear(weight, bias, activation), GatedLinear(weight, bias, activation)
+    for linear in (plain, packed):
+        linear.quantize()
+    packed.pack()
+    x = torch.randn(37, 48).to(dtype)
+    found = packed(x, None)
+    assert torch.allclose(found.float(), plain(x, None).float(), rtol=1e-2, atol=1e-3)
+    normed = packed(x, norm)
+    for row in range(len(x)):
+        assert torch.equal(packed(x[row : row + 1], None), found[row : row + 1])
+        assert torch.equal(packed(x[row : row + 1], norm), normed[row : row + 1])
+
+
+class ExactLinear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = exactly(x, self.linear.weight)
+        return (found if self.linear.bias is None else found + self.linear.bias).float()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gemma2", "phi3"])
+def test_logits_are_transformers_with_the_same_codes(name: str, tmp_path: Path) -> None:
+    """A number halfway between two codes may get either, since norms differ in their last bits:
+    then that prompt differs by about a code."""
+    oracle = save(TINY_MODELS[name], tmp_path)
+    for layer in oracle.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for key, module in list(part.named_children()):
+                if isinstance(module, nn.Linear):
+                    setattr(part, key, ExactLinear(module))
+    engine, differences = load(tmp_path, quantization="int8"), []
+    for start in range(30):
+        prompt = [(start * 31 + at * at * 7) % 199 for at in range(6)]
+        with torch.no_grad():
+            logits = oracle(torch.tensor([prompt])).logits[0, :-1].double()
+        wanted = logits.log_softmax(dim=-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        differences.append(float((prompt_logprobs(engine, prompt) - wanted).abs().max()))
+    assert statistics.median(differences) < 1e-5
+    assert max(differences) < 0.2
+
+
+def prompt_logprobs(engine: Engine, prompt: list[int]) -> Tensor:
+    key = AttemptKey("test", 0)
+    work = Work(key, prompt, Sampling(), 1, frozenset(), prompt_logprobs=0)
+    pages = engine.pool.pages_for(len(prompt) + 1)
+    lease = engine.pool.acquire(pages)
+    lease.cover(pages)
+    sequence = Sequence(work, lease)
+    engine.step({sequence: len(prompt)})
+    lease.release()
+    return torch.tensor([each.logprob for each in sequence.prompt_scores], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral", "gpt-oss", "deepseek-v3"])
+def test_answers_do_not_depend_on_company(name: str, dtype: str, tmp_path: Path) -> None:
+    save(TINY_MODELS[name], tmp_path)
+    options = {"dtype": dtype, "quantization": "int8"}
+    together = serve(load(tmp_path, 4, **options), PROMPTS, 12, chunk=7)
+    engine = load(tmp_path, **options)
+    assert together == [serve(engine, [each], 12, chunk=64)[0] for each in PROMPTS]
+
+
+def test_ranks_quantize_their_parts(tmp_path: Path) -> None:
+    save(TINY_MODELS["qwen3-moe"], tmp_path / "model")
+    with split_engine(tmp_path / "model", 2, tmp_path, quantization="int8") as split:
+        together = serve(split.engine, PROMPTS, 12, chunk=7)
+        assert together == [serve(split.engine, [each], 12, chunk=64)[0] for each in PROMPTS]
+
+
+def test_codes_take_little_more_than_a_byte(tmp_path: Path) -> None:
+    linear = Linear(torch.randn(1200, 1600))
+    linear.quantize()
+    linear.pack()
+    held = linear._panels._panels if linear._panels else linear._codes.codes  # type: ignore[union-attr]
+    assert held.nbytes < 1.07 * 1200 * 1600
+    assert bool(linear._panels) == (compiler.available() and compiler.has_dot())
+
+
+def test_a_quantized_model_is_another(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    plain, quantized = load(tmp_path), load(tmp_path, quantization="int8")
+    assert plain.fingerprint != quantized.fingerprint
+
+
+def test_models_through_transformers_are_not_quantized(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    with pytest.raises(InvalidConfig, match="through transformers cannot be quantized"):
+        Engine.load(tmp_path, engine="transformers", quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cuda"}, "not quantized on GPUs yet"),
+        ({"engine": "transformers"}, "through transformers cannot be quantized"),
+        ({"prefill": {"tensor_parallel": 2}}, "same tensor_parallel in both pools, not 2 and 1"),
+    ],
+)
+def test_what_quantization_does_not_go_with_is_refused_before_the_start(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    config = parse({"model": str(tmp_path), "quantization": "int8", **changes})
+    with pytest.raises(InvalidConfig, match=message):
+        prepare(config)
