@@ -1,7 +1,9 @@
 """One engine in one process against transformers: time to first token, and tokens a second.
 
     python -m bench.engine [--model FOLDER] [--rows ttft-128 decode ...] [--skip-transformers]
-                           [--dtype bfloat16] [--quantization int8]
+    python -m bench.engine --quantization int8 [--dtype bfloat16] [--repeats 3]
+
+The second form compares a quantized model with the same one as it is, row by row in turn.
 
 Prompts are random tokens; answers are greedy and never end early. `decode` is
 one stream after a prompt of 128 tokens. The batch rows count the tokens of all
@@ -16,8 +18,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.core import model_store
 from baton.core.types import AttemptKey, Sampling, Work
@@ -37,8 +40,8 @@ class Generator(Protocol):
 class Ours:
     """The engine under the simplest scheduler: prompts first, then all answers together."""
 
-    def __init__(self, engine: Engine, chunk: int) -> None:
-        self._engine = engine
+    def __init__(self, folder: Path, threads: int, chunk: int, **options: Any) -> None:
+        self._engine = Engine.load(folder, threads=threads, kv_memory=1 << 30, **options)
         self._chunk = chunk
 
     def generate(self, prompts: Prompts, count: int) -> None:
@@ -153,20 +156,26 @@ ROWS = {
 }
 
 
-def run(generator: Generator, names: list[str]) -> dict[str, float]:
-    generator.generate(random_prompts(2, 64), 4)
-    return {name: ROWS[name].measure(generator) for name in names}
-
-
-def print_table(ours: dict[str, float], theirs: dict[str, float]) -> None:
-    print(f"{'':<28}{'transformers':>16}{'baton':>16}{'times as fast':>16}")
-    for name, value in ours.items():
+def run(generators: dict[str, Generator], names: list[str], repeats: int) -> list[list[float]]:
+    """The best figure of each generator, by row; they are measured in turn."""
+    for generator in generators.values():
+        generator.generate(random_prompts(2, 64), 4)
+    found = []
+    for name in names:
         row = ROWS[name]
-        cells = [f"{'':>16}", f"{value:>10.1f} {row.unit:<5}"]
-        if name in theirs:
-            ratio = theirs[name] / value if row.lower_is_better else value / theirs[name]
-            cells = [f"{theirs[name]:>10.1f} {row.unit:<5}", cells[1], f"{ratio:>16.2f}"]
-        print(f"{row.title:<28}{''.join(cells)}")
+        turns = [[row.measure(each) for each in generators.values()] for _ in range(repeats)]
+        best = min if row.lower_is_better else max
+        found.append([best(figures) for figures in zip(*turns, strict=True)])
+    return found
+
+
+def print_table(titles: list[str], names: list[str], found: list[list[float]]) -> None:
+    print(f"{'':<28}{''.join(f'{title:>16}' for title in titles)}{'times as fast':>16}")
+    for name, figures in zip(names, found, strict=True):
+        row = ROWS[name]
+        cells = "".join(f"{figure:>10.1f} {row.unit:<5}" for figure in figures)
+        ratio = figures[-1] / figures[0]
+        print(f"{row.title:<28}{cells}{1 / ratio if row.lower_is_better else ratio:>16.2f}")
 
 
 def main() -> None:
@@ -178,19 +187,19 @@ def main() -> None:
     parser.add_argument("--skip-transformers", action="store_true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--quantization", choices=["none", "int8"], default="none")
+    parser.add_argument("--repeats", type=int, default=1, help="the best of so many is shown")
     options = parser.parse_args()
     folder = model_store.locate(options.model)
-    theirs: dict[str, float] = {}
-    if not options.skip_transformers:
-        theirs = run(Transformers(folder, options.threads), options.rows)
-    engine = Engine.load(
-        folder,
-        threads=options.threads,
-        kv_memory=1 << 30,
-        dtype=options.dtype,
-        quantization=options.quantization,
-    )
-    print_table(run(Ours(engine, options.chunk), options.rows), theirs)
+    load = partial(Ours, folder, options.threads, options.chunk, dtype=options.dtype)
+    generators: dict[str, Generator] = {}
+    if options.quantization != "none":
+        generators[options.dtype] = load()
+    elif not options.skip_transformers:
+        generators["transformers"] = Transformers(folder, options.threads)
+    title = "baton" if options.quantization == "none" else options.quantization
+    generators[title] = load(quantization=options.quantization)
+    found = run(generators, options.rows, options.repeats)
+    print_table(list(generators), options.rows, found)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from baton import Client
 from baton.cluster.launch import Cluster, routers
 from baton.core import metrics, model_store
 from baton.core.config import Config, RouterConfig
-from baton.engine.engine import Engine
 from bench.engine import Ours, Prompts, random_prompts
 
 CHUNK = 512
@@ -51,8 +50,7 @@ class AloneEngine:
 
 
 def _serve_engine(model: str, pipe: Connection) -> None:
-    loaded = Engine.load(model_store.locate(model), threads=THREADS, kv_memory=1 << 30)
-    engine = Ours(loaded, CHUNK)
+    engine = Ours(model_store.locate(model), THREADS, CHUNK)
     while (asked := pipe.recv()) is not None:
         prompts, count = asked
         began = time.perf_counter()

@@ -195,15 +195,14 @@ class Function:
         count = Count(builder, index)
         builder.cbranch(count.compare("<", stop), body, after)
         builder.position_at_end(body)
-        kinds = [type(first) for first in sums]
-        running = [kind(builder, phi) for kind, phi in zip(kinds, carried, strict=True)]
+        running = [Floats(builder, phi) for phi in carried]
         yield count, running
         index.add_incoming((count + step).value, builder.block)
         for phi, now in zip(carried, running, strict=True):
             phi.add_incoming(now.value, builder.block)
         builder.branch(head)
         builder.position_at_end(after)
-        running[:] = [kind(builder, phi) for kind, phi in zip(kinds, carried, strict=True)]
+        running[:] = [Floats(builder, phi) for phi in carried]
 
     @contextmanager
     def claim(self, counter: Memory, items: Count) -> Iterator[Count]:

@@ -54,7 +54,7 @@ class Panels:
 
     def __init__(self, weight: Tensor | Int8Weight, bias: Tensor | None) -> None:
         self._tile = host_tile(weight)
-        outputs = len(weight.codes if isinstance(weight, Int8Weight) else weight)
+        outputs, inputs = (weight.codes if isinstance(weight, Int8Weight) else weight).shape
         # A weight of fewer outputs than a panel has is filled up.
         self._missing = max(0, self._tile.panel - outputs)
         if self._missing:
@@ -62,7 +62,7 @@ class Panels:
             bias = None if bias is None else functional.pad(bias, (0, self._missing))
         self._outputs = outputs + self._missing
         self._panels = _packed(weight, self._tile)
-        self._inputs = (self._panels if isinstance(weight, Int8Weight) else weight).shape[1]
+        self._inputs = inputs
         self._count = len(self._panels)
         self._bias = bias
         zeros = torch.zeros(self._outputs, dtype=weight.dtype)
@@ -109,7 +109,8 @@ class Panels:
         return out[:, : self._outputs - self._missing].contiguous() if self._missing else out
 
     def _block_numbers(self, x: Tensor) -> int:
-        return -(-x.shape[0] // self._tile.rows) * self._tile.rows * self._inputs
+        blocks = -(-x.shape[0] // self._tile.rows)
+        return blocks * self._tile.rows * self._tile.block_depth(self._inputs)
 
     def _arguments(
         self,

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from llvmlite import ir
 
@@ -48,6 +49,8 @@ VECTORS = 3
 INPUTS_PER_TURN = QUAD
 """Inputs per iteration of a tile's loop; `inputs` is a multiple of it."""
 
+Size = TypeVar("Size", int, Count)
+
 OUTPUTS_PER_ITEM = 96
 """Outputs that a thread claims at once, at most: fewer interrupt the stream from memory, more
 leave a thread idle at the end."""
@@ -61,10 +64,10 @@ class Tile:
     """What code is compiled for."""
 
     lanes: int
-    rows: int  # of a block; a multiple of QUAD
+    rows: int  # of a block; of numbers, a multiple of QUAD
     element: ir.Type  # of x, weights and results
     amx: bool = False  # sums are in tile registers (amx.py)
-    codes: bool = False  # x and weights are int8 (int8_product.py); inputs count its depth
+    codes: bool = False  # x and weights are codes (int8_product.py)
 
     @property
     def panel(self) -> int:
@@ -77,6 +80,14 @@ class Tile:
     @property
     def weight_element(self) -> ir.Type:
         return LANE if self.codes else self.element
+
+    def block_depth(self, inputs: Size) -> Size:
+        """Elements of a row in a block."""
+        return int8_product.block_depth(inputs) if self.codes else inputs
+
+    def panel_depth(self, inputs: Size) -> Size:
+        """Elements of an output in a panel."""
+        return int8_product.panel_depth(inputs) if self.codes else inputs
 
 
 class ProductArguments(ctypes.Structure):
@@ -134,7 +145,8 @@ def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
     blocks, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out = addend.of(tile.element), out.of(result)
     with code.loop(0, rows, step=tile.rows) as row:
-        block, left = blocks.from_(row * inputs), (rows - row).at_most(tile.rows)
+        left = (rows - row).at_most(tile.rows)
+        block = blocks.from_(row * tile.block_depth(inputs))
         target, added = out.from_(row * out_stride), addend.from_(row * addend_stride)
         for count, part in enumerate(parts, start=1):
             with code.when(left.compare("==", count)):
@@ -195,13 +207,11 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
     blocks, epsilon = given.memory("blocks", tile.block_element), given.field("epsilon")
     rows, inputs = given.count("rows"), given.count("inputs")
     blocks_of_rows = (rows + tile.rows - 1) // tile.rows
-    width = inputs
-    if tile.codes:
-        width = int8_product.lanes_of(inputs) * int8_product.INPUTS_OF_LANE
     with code.claim(given.field("blocks_claimed"), blocks_of_rows) as index:
         row = index * tile.rows
         left = rows - row
-        at = (x.from_(row * width), left, inputs, norm, epsilon, blocks.from_(row * inputs))
+        block = blocks.from_(row * tile.block_depth(inputs))
+        at = (x.from_(row * inputs), left, inputs, norm, epsilon, block)
         for (single, normed), maker in makers.items():
             is_single = left.compare("==" if single else ">", 1)
             is_normed = norm.is_null("!=" if normed else "==")
@@ -328,10 +338,10 @@ def _call_panel(
     weights = given.memory(prefix + "panels", tile.weight_element)
     code.call(
         panel,
-        given.memory("blocks", tile.block_element).from_(at.row * inputs),
+        given.memory("blocks", tile.block_element).from_(at.row * tile.block_depth(inputs)),
         at.rows,
         inputs,
-        weights.from_(at.panel * inputs * tile.panel),
+        weights.from_(at.panel * tile.panel_depth(inputs) * tile.panel),
         given.memory(prefix + "addend", tile.element).from_(at.row * stride + at.column),
         stride,
         given.memory(prefix + "out", result).from_(at.row * outputs + at.column),

@@ -31,7 +31,7 @@ def floats_type(lanes: int) -> ir.VectorType:
     return ir.VectorType(FLOAT, lanes)
 
 
-def _lane_numbers(values: list[int]) -> ir.Constant:
+def lane_numbers(values: list[int]) -> ir.Constant:
     return ir.Constant(ir.VectorType(LANE, len(values)), values)
 
 
@@ -91,7 +91,7 @@ class Floats:
 
     def arranged(self, other: Floats, lanes: list[int]) -> Floats:
         """The given lanes of the numbers of self and, after them, other."""
-        mask = _lane_numbers(lanes)
+        mask = lane_numbers(lanes)
         return Floats(self.builder, self.builder.shuffle_vector(self.value, other.value, mask))
 
     def total(self) -> Floats:
@@ -206,7 +206,7 @@ def exp_of_negative(x: Floats) -> Floats:
         terms = [low.plus_product(high, power) for low, high in pairwise(terms)][::2]
         power = power * power
     integers = ir.VectorType(LANE, x.lanes)
-    exponent = builder.shl(builder.bitcast(shifted.value, integers), _lane_numbers([23] * x.lanes))
+    exponent = builder.shl(builder.bitcast(shifted.value, integers), lane_numbers([23] * x.lanes))
     bits = builder.add(builder.bitcast(terms[0].value, integers), exponent)
     return Floats(builder, builder.bitcast(bits, x.value.type))
 
@@ -221,7 +221,7 @@ def widened(builder: ir.IRBuilder, halves: ir.Value) -> Floats:
     """bfloat16 numbers, as float32."""
     lanes = halves.type.count
     words = builder.zext(halves, ir.VectorType(LANE, lanes))
-    bits = builder.shl(words, _lane_numbers([16] * lanes))
+    bits = builder.shl(words, lane_numbers([16] * lanes))
     return Floats(builder, builder.bitcast(bits, floats_type(lanes)))
 
 
@@ -239,11 +239,11 @@ def narrowed(numbers: Floats) -> ir.Value:
         found = builder.fptrunc(numbers.value, ir.VectorType(_BrainFloat(), lanes))
         return builder.bitcast(found, ir.VectorType(BFLOAT16, lanes))
     bits = builder.bitcast(numbers.value, ir.VectorType(LANE, lanes))
-    sixteen, one = _lane_numbers([16] * lanes), _lane_numbers([1] * lanes)
+    sixteen, one = lane_numbers([16] * lanes), lane_numbers([1] * lanes)
     odd = builder.and_(builder.lshr(bits, sixteen), one)
-    rounded = builder.add(builder.add(bits, _lane_numbers([0x7FFF] * lanes)), odd)
+    rounded = builder.add(builder.add(bits, lane_numbers([0x7FFF] * lanes)), odd)
     is_nan = builder.fcmp_unordered("uno", numbers.value, numbers.value)
-    chosen = builder.select(is_nan, _lane_numbers([0x7FC00000] * lanes), rounded)
+    chosen = builder.select(is_nan, lane_numbers([0x7FC00000] * lanes), rounded)
     return builder.trunc(builder.lshr(chosen, sixteen), ir.VectorType(BFLOAT16, lanes))
 
 
@@ -251,7 +251,7 @@ def paired(low: Floats, high: Floats) -> Floats:
     """Numbers that are bfloat16, two in each lane."""
     builder, integers = low.builder, ir.VectorType(LANE, low.lanes)
     bits = [builder.bitcast(each.value, integers) for each in (low, high)]
-    shifted = builder.lshr(bits[0], _lane_numbers([16] * low.lanes))
+    shifted = builder.lshr(bits[0], lane_numbers([16] * low.lanes))
     return Floats(builder, builder.bitcast(builder.or_(shifted, bits[1]), low.value.type))
 
 

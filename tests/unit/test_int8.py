@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import get_args
 
@@ -20,37 +19,38 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
 from baton.kernels.cpu import compiler
-from baton.kernels.int8 import int8_product, quantize_rows, quantize_weight
+from baton.kernels.int8 import int8_product, quantize_weight
 from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm
 
 ROWS = [1, 2, 3, 7, 8, 9, 16, 37]
-SHAPES = [(16, 12), (48, 199), (80, 13), (576, 40), (2064, 64), (64, 3), (20, 24)]
-"""(inputs, outputs); compiled code takes multiples of 16 inputs."""
+SHAPES = [(32, 12), (96, 199), (160, 13), (576, 40), (4864, 64), (64, 3), (20, 24), (48, 16)]
+"""(inputs, outputs); compiled code takes multiples of 32 inputs."""
 
 DTYPES = [torch.float32, torch.bfloat16]
 PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 6, 70)]
 
 
 def exactly(x: Tensor, weight: Tensor) -> Tensor:
-    """The definition, in float64: of each 64 inputs the greatest has code 127."""
+    """The definition, in float64: the greatest of a row has code 32512, that of each 32 inputs of
+    a weight code 127."""
 
-    def rounded(rows: Tensor) -> Tensor:
+    def rounded(rows: Tensor, most: float) -> Tensor:
         peaks = rows.abs().amax(dim=-1, keepdim=True).float()
-        factors = torch.full_like(peaks, 127.0) / peaks
-        return torch.round(rows.float() * factors).double() * (peaks.double() / 127)
+        factors = torch.full_like(peaks, most) / peaks
+        return torch.round(rows.float() * factors).double() * (peaks.double() / most)
 
-    groups = zip(x.split(64, dim=-1), weight.split(64, dim=-1), strict=True)
-    return torch.stack([rounded(some) @ rounded(other).mT for some, other in groups]).sum(dim=0)
+    groups = [rounded(some, 127) for some in weight.split(32, dim=-1)]
+    return rounded(x, 32512) @ torch.cat(groups, dim=-1).mT
 
 
 def test_a_groups_greatest_number_has_the_greatest_code() -> None:
-    rows = torch.zeros(2, 66)
-    rows[0, :3], rows[0, 64:] = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([3e-3, 0.0])
-    codes, scales = quantize_rows(rows)
-    assert codes[0, :3].tolist() == [32, -127, 64]
-    assert codes[0, 64:].tolist() == [127, 0]
-    assert not codes[1].any()
-    assert (127 * scales[0]).tolist() == pytest.approx([2.0, 3e-3])
+    weight = torch.zeros(2, 34)
+    weight[0, :3], weight[0, 32:] = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([3e-3, 0.0])
+    found = quantize_weight(weight)
+    assert found.codes[0, :3].tolist() == [32, -127, 64]
+    assert found.codes[0, 32:].tolist() == [127, 0]
+    assert not found.codes[1].any()
+    assert (127 * found.scales[0]).tolist() == pytest.approx([2.0, 3e-3])
 
 
 @pytest.mark.parametrize("inputs", [16, 1024, 1040, 4096])
@@ -86,13 +86,13 @@ def test_compiled_products_have_the_bits_of_torchs(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_gates_of_codes(activation: Activation, dtype: torch.dtype) -> None:
-    weight, bias = torch.randn(2 * 30, 48).to(dtype), torch.randn(60).to(dtype)
-    norm = RMSNorm(torch.rand(48).to(dtype), 1e-5)
+    weight, bias = torch.randn(2 * 30, 96).to(dtype), torch.randn(60).to(dtype)
+    norm = RMSNorm(torch.rand(96).to(dtype), 1e-5)
     packed, plain = GatedLinear(weight, bias, activation), GatedLinear(weight, bias, activation)
     for linear in (plain, packed):
         linear.quantize()
     packed.pack()
-    x = torch.randn(37, 48).to(dtype)
+    x = torch.randn(37, 96).to(dtype)
     found = packed(x, None)
     assert torch.allclose(found.float(), plain(x, None).float(), rtol=1e-2, atol=1e-3)
     normed = packed(x, norm)
@@ -113,8 +113,8 @@ class ExactLinear(nn.Module):
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gemma2", "phi3"])
 def test_logits_are_transformers_with_the_same_codes(name: str, tmp_path: Path) -> None:
-    """A number halfway between two codes may get either, since norms differ in their last bits:
-    then that prompt differs by about a code."""
+    """A number halfway between two of a row's 65,000 codes may get either, since norms differ in
+    their last bits."""
     oracle = save(TINY_MODELS[name], tmp_path)
     for layer in oracle.model.layers:
         for part in (layer.self_attn, layer.mlp):
@@ -128,8 +128,7 @@ def test_logits_are_transformers_with_the_same_codes(name: str, tmp_path: Path) 
             logits = oracle(torch.tensor([prompt])).logits[0, :-1].double()
         wanted = logits.log_softmax(dim=-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
         differences.append(float((prompt_logprobs(engine, prompt) - wanted).abs().max()))
-    assert statistics.median(differences) < 1e-5
-    assert max(differences) < 0.2
+    assert max(differences) < 2e-3
 
 
 def prompt_logprobs(engine: Engine, prompt: list[int]) -> Tensor:
@@ -166,7 +165,7 @@ def test_codes_take_little_more_than_a_byte(tmp_path: Path) -> None:
     linear.quantize()
     linear.pack()
     held = linear._panels._panels if linear._panels else linear._codes.codes  # type: ignore[union-attr]
-    assert held.nbytes < 1.07 * 1200 * 1600
+    assert held.nbytes < 1.13 * 1200 * 1600
     assert bool(linear._panels) == (compiler.available() and compiler.has_dot())
 
 
