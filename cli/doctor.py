@@ -120,8 +120,13 @@ def check_quality(config: Config) -> Iterator[Check]:
 
     device, found = check_device(config)
     yield found
-    dtype = choose_dtype(config.dtype, device)
-    quality = measure(model_store.locate(config.model), device, dtype=dtype, engine=config.engine)
+    quality = measure(
+        model_store.locate(config.model),
+        device,
+        dtype=choose_dtype(config.dtype, device),
+        engine=config.engine,
+        quantization=config.quantization,
+    )
     for each in (quality.overall, *quality.by_depth):
         good = each.perplexity_change <= MOST_PERPLEXITY and each.top_agreement >= LEAST_AGREEMENT
         yield Check(
