@@ -90,6 +90,7 @@ def _worker_cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
     member = worker.member
     # Only admins get the address.
     address = f"\n{member.address}" if member.address else ""
+    weights = f"\n{worker.quantization} weights" if worker.quantization else ""
     attached = ("yes", "green") if worker.attached else ("no", "red")
     if worker.attached and worker.draining:
         attached = "draining", "yellow"
@@ -97,7 +98,7 @@ def _worker_cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
     hits = f"{worker.cached_tokens / worker.prompt_tokens:.0%}" if worker.prompt_tokens else "-"
     return [
         Text.assemble(member.worker_id, (address, "dim")),
-        _ROLES.get(member.role, "?"),
+        Text.assemble(_ROLES.get(member.role, "?"), (weights, "dim")),
         Text(*attached),
         _pages(worker),
         str(worker.load.waiting),

@@ -153,7 +153,7 @@ class Engine:
         kv = torch.zeros(shape, dtype=kind, device=device)
         make = partial(_make_runner, model, kv, pool, context, progress, group)
         progress("pages", 1.0)
-        name = fingerprint(folder, architecture, random_weights, quantization)
+        name = fingerprint(folder, architecture, random_weights, quantization, split.size)
         grammars = Grammars(folder, architecture.vocabulary_size)
         return cls(architecture, split, pool, kv, context, name, grammars, make, gpu)
 
@@ -264,11 +264,14 @@ def fingerprint(
     architecture: AnyArchitecture,
     random_weights: bool = False,
     quantization: WeightQuantization = "none",
+    ranks: int = 1,
 ) -> str:
     """Equal for the same model on any machine; different for any other, but for collisions."""
-    shape = json.dumps([dataclasses.asdict(architecture), quantization], sort_keys=True)
+    shape = dataclasses.asdict(architecture)
+    if quantization != "none":  # a rank quantizes its part of weights and rows
+        shape["quantized"] = [quantization, ranks]
     files = b"random" if random_weights else digest_files(checkpoint_files(folder))
-    return hashlib.sha256(shape.encode() + files).hexdigest()
+    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode() + files).hexdigest()
 
 
 def _page_bytes(architecture: AnyArchitecture, page_size: int, dtype: torch.dtype) -> int:

@@ -182,6 +182,14 @@ def _panels(weight: Tensor | Int8Weight, bias: Tensor | None) -> Panels | None:
     return Panels(weight, bias) if suits(weight) else None
 
 
+def describe_int8(dtype: str) -> str:
+    """Which code multiplies int8 weights in this process, with rows of that type."""
+    if not compiler.available() or dtype == "float16":
+        return "multiplied by torch, slower than unquantized ones"
+    dot = "the CPU's dot products" if compiler.has_dot() else "no dot products in the CPU"
+    return f"multiplied by compiled code, with {dot}"
+
+
 def _shape_only(weight: Tensor) -> Tensor:
     """Replaces a weight whose numbers are in panels alone."""
     return torch.empty_like(weight, device="meta")

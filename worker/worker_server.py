@@ -303,4 +303,5 @@ class WorkerServer:
             cache_root=engine.pool.root or b"",
             metrics_address=self.metrics_address,
             verdicts=self._record.verdicts,
+            quantization=self._config.quantization.removeprefix("none"),
         )

@@ -787,6 +787,7 @@ class WorkerStatus(_message.Message):
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     MISFITS_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """Whether the router's stream to it is up."""
     total_pages: _builtins.int
@@ -808,6 +809,10 @@ class WorkerStatus(_message.Message):
     incarnation: _builtins.int
     """A random number of its process: tells a restarted worker from one that has
     not ended yet. 0 while it is not attached.
+    """
+    quantization: _builtins.str
+    """How its layers' weights were quantized when they were loaded, such as
+    "int8"; empty where they were not, or while it is not attached.
     """
     @_builtins.property
     def member(self) -> Global___Member:
@@ -842,10 +847,11 @@ class WorkerStatus(_message.Message):
         busy_share: _builtins.float = ...,
         incarnation: _builtins.int = ...,
         misfits: _abc.Iterable[Global___Misfit] | None = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "cached_tokens", b"cached_tokens", "connected", b"connected", "draining", b"draining", "fault", b"fault", "incarnation", b"incarnation", "known_pages", b"known_pages", "load", b"load", "member", b"member", "misfits", b"misfits", "prompt_tokens", b"prompt_tokens", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "cached_tokens", b"cached_tokens", "connected", b"connected", "draining", b"draining", "fault", b"fault", "incarnation", b"incarnation", "known_pages", b"known_pages", "load", b"load", "member", b"member", "misfits", b"misfits", "prompt_tokens", b"prompt_tokens", "quantization", b"quantization", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -293,6 +293,7 @@ class Welcome(_message.Message):
     CACHE_ROOT_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name in the cluster."""
     incarnation: _builtins.int
@@ -319,6 +320,10 @@ class Welcome(_message.Message):
     """
     metrics_address: _builtins.str
     """Where it serves Prometheus metrics, "host:port"; empty where it does not."""
+    quantization: _builtins.str
+    """How its layers' weights were quantized when they were loaded, such as
+    "int8"; empty where they were not.
+    """
     @_builtins.property
     def pool(self) -> _transfer_pb2.PoolAddress:
         """The address and layout of its pages."""
@@ -344,10 +349,11 @@ class Welcome(_message.Message):
         cache_root: _builtins.bytes = ...,
         metrics_address: _builtins.str = ...,
         verdicts: _abc.Iterable[Global___Verdict] | None = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "verdicts", b"verdicts", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "model", b"model", "pool", b"pool", "protocol", b"protocol", "quantization", b"quantization", "role", b"role", "total_pages", b"total_pages", "verdicts", b"verdicts", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
-"""Products of codes (kernels/int8.py) for product.py, with Arm's SDOT: four inputs are one lane of
-32 bits, and an instruction adds the products of each lane's four inputs to its sum.
+"""Products of codes (kernels/int8.py) for product.py: four inputs are one lane of 32 bits, and the
+products of each lane's four inputs are added to its sum, by one instruction where the CPU has it
+(Arm's SDOT).
 
 A panel has its weights, lane by lane, and then its outputs' scales, group by group. A block has two
 rows: of each lane the upper and the lower bytes of one row and of the other; then their scales. The
@@ -53,9 +54,9 @@ def block_depth(inputs: _Size) -> _Size:
 
 
 def suits(weight: Int8Weight) -> bool:
-    """Whether there is compiled code for such a weight on this CPU."""
+    """Whether there is compiled code for such a weight."""
     outputs, inputs = weight.codes.shape
-    return bool(outputs and inputs) and inputs % GROUP == 0 and compiler.has_dot()
+    return bool(outputs and inputs) and inputs % GROUP == 0
 
 
 def packed(weight: Int8Weight, panel: int) -> Tensor:
@@ -120,9 +121,21 @@ def _load(memory: Memory, index: int) -> ir.Value:
 
 def _plus_dot(builder: ir.IRBuilder, total: ir.Value, one: ir.Value, other: ir.Value) -> ir.Value:
     """Adds the products of each lane's four codes."""
-    kinds = [_LANES, _CODES, _CODES]
-    dot = declare(builder.module, "llvm.aarch64.neon.sdot.v4i32.v16i8", _LANES, kinds)
-    return builder.call(dot, [total, *(builder.bitcast(each, _CODES) for each in (one, other))])
+    codes = [builder.bitcast(each, _CODES) for each in (one, other)]
+    if compiler.has_dot():
+        kinds = [_LANES, _CODES, _CODES]
+        dot = declare(builder.module, "llvm.aarch64.neon.sdot.v4i32.v16i8", _LANES, kinds)
+        return builder.call(dot, [total, *codes])
+    whole = ir.VectorType(LANE, _CODES.count)
+    products = builder.mul(*(builder.sext(each, whole) for each in codes))
+    # On x86_64 the products and their first sums are one instruction, VPMADDWD.
+    return builder.add(total, _pair_sums(builder, _pair_sums(builder, products)))
+
+
+def _pair_sums(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
+    count = numbers.type.count
+    places = (lane_numbers(list(range(first, count, 2))) for first in (0, 1))
+    return builder.add(*(builder.shuffle_vector(numbers, numbers, each) for each in places))
 
 
 def block_code(module: ir.Module, element: ir.Type, *, single: bool, normed: bool) -> Function:

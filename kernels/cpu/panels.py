@@ -19,7 +19,7 @@ from baton.kernels.cpu.product import (
     Tile,
     library,
 )
-from baton.kernels.cpu.vectors import element_of
+from baton.kernels.cpu.vectors import QUAD, element_of
 from baton.kernels.int8 import Int8Weight
 from baton.kernels.linear import Activation, RMSNorm
 
@@ -31,7 +31,7 @@ def host_tile(weight: Tensor | Int8Weight) -> Tile:
     """The tile that fills this CPU's registers."""
     registers, element = compiler.registers(), element_of(weight.dtype)
     if isinstance(weight, Int8Weight):
-        return Tile(registers.lanes, int8_product.ROWS, element, codes=True)
+        return Tile(QUAD, int8_product.ROWS, element, codes=True)
     if weight.dtype == torch.bfloat16 and weight.shape[1] % amx.INPUTS == 0 and compiler.has_amx():
         return Tile(amx.LANES, amx.ROWS, element, amx=True)
     return Tile(registers.lanes, 4 if registers.number == AVX2.number else 8, element)

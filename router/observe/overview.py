@@ -127,6 +127,7 @@ def _worker_status(
             pb.Misfit(worker_id=name, reason=reason)
             for name, reason in membership.pairs.misfits(link)
         ],
+        quantization=welcome.quantization if welcome else "",
     )
 
 

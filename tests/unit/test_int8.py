@@ -18,7 +18,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
-from baton.kernels.cpu import compiler
+from baton.kernels.cpu import compiler, product
 from baton.kernels.int8 import int8_product, quantize_weight
 from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm
 
@@ -81,6 +81,16 @@ def test_compiled_products_have_the_bits_of_torchs(
         x[-1] *= 0
         assert torch.equal(packed(x), plain(x))
         assert torch.equal(packed.add_to(residual, x), plain.add_to(residual, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_code_without_dot_products_has_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "has_dot", lambda: False)
+    product.library.cache_clear()
+    test_compiled_products_have_the_bits_of_torchs(96, 199, dtype, biased=False)
+    product.library.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,7 +176,7 @@ def test_codes_take_little_more_than_a_byte(tmp_path: Path) -> None:
     linear.pack()
     held = linear._panels._panels if linear._panels else linear._codes.codes  # type: ignore[union-attr]
     assert held.nbytes < 1.13 * 1200 * 1600
-    assert bool(linear._panels) == (compiler.available() and compiler.has_dot())
+    assert bool(linear._panels) == compiler.available()
 
 
 def test_a_quantized_model_is_another(tmp_path: Path) -> None:
