@@ -55,12 +55,11 @@ def quantize_weight(weight: Tensor) -> Int8Weight:
 def int8_product(x: Tensor, weight: Int8Weight) -> Tensor:
     """x [rows, inputs] -> [rows, outputs], float32, without rounding to x's type."""
     codes, scales = _quantize(x.float(), MOST_OF_ROW)
-    # float64 holds every group's sum.
-    ours, theirs = _grouped(codes.double()), _grouped(weight.codes.double())
     total = torch.zeros(len(x), len(weight.codes))
-    for group in range(weight.scales.shape[1]):
-        sums = torch.mm(ours[:, group], theirs[:, group].t()).float()
-        total += sums * weight.scales[:, group]
+    groups = codes.split(GROUP, 1), weight.codes.split(GROUP, 1), weight.scales.t()
+    for ours, theirs, factors in zip(*groups, strict=True):
+        sums = torch.mm(ours.double(), theirs.double().t())  # exact
+        total += sums.float() * factors
     return total * scales.unsqueeze(1)
 
 

@@ -1,7 +1,9 @@
-"""Capabilities together: a seed draws a family, its weights, sizes of pages and chunks, ranks, a
-second tier, speculation, and what happens to a worker while requests run.
+"""Capabilities together: a seed draws a family, its weights and their quantization, sizes of pages
+and chunks, ranks, a second tier, speculation, and what happens to a worker while requests run.
 
-Greedy answers are those of transformers; drawn ones are the same when nothing happens. More seeds:
+Greedy answers are those of transformers, or of one engine with the same quantization; drawn ones
+are the same when nothing happens. What is refused together (docs/MODELS.md) is not drawn: a
+quantized model among workers of which one has several ranks. More seeds:
 BATON_TOGETHER_SEEDS=0:1000 python -m pytest tests/cluster/test_together.py
 """
 
@@ -15,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from engine_loop import answer, load
 from processes import ProcessCluster
 from quantized_models import save_quantized
 from tiny_models import TINY_MODELS, VOCABULARY, choices_of_transformers, save
@@ -34,6 +37,8 @@ ANSWER = 40
 
 Request = tuple[list[int], int | None]
 """A prompt, and the seed of a drawn answer."""
+
+Answers = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Drawn:
         event = EVENTS[seed % len(EVENTS)]
         requests = _requests(draw)
         tree["speculation"] = draw.choice(["off", "ngram"])
+        tree["quantization"] = draw.choice(["int8", "none", "int8"]) if not split else "none"
         return cls(family, quantized, event, tree, split, requests)
 
     def save(self, folder: Path) -> PreTrainedModel:
@@ -72,6 +78,14 @@ class Drawn:
         return (
             save_quantized(self.quantized, folder, model) if self.quantized else save(model, folder)
         )
+
+    def expected(
+        self, folder: Path, oracle: PreTrainedModel, prompts: list[list[int]], found: Answers
+    ) -> Answers:
+        if self.tree["quantization"] == "none":
+            return choices_of_transformers(oracle, prompts, found)
+        engine = load(folder, quantization=str(self.tree["quantization"]))
+        return [answer(engine, prompt, ANSWER) for prompt in prompts]
 
 
 def _requests(draw: random.Random) -> list[Request]:
@@ -119,5 +133,5 @@ async def test_capabilities_together_answer_as_alone(seed: int, tmp_path: Path) 
         assert {len(answer) for answer in answers} == {ANSWER}
         greedy = [place for place, (_, drawn_by) in enumerate(asked) if drawn_by is None]
         prompts, found = [asked[place][0] for place in greedy], [answers[place] for place in greedy]
-        assert found == choices_of_transformers(oracle, prompts, found), drawn
+        assert found == drawn.expected(tmp_path / "model", oracle, prompts, found), drawn
         cluster.wait_idle()
