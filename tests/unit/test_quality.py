@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from baton.cli.app import app
+from baton.cli.doctor import LEAST_AGREEMENT, MOST_PERPLEXITY
 from baton.core import model_store
 from baton.core.types import Logprobs
 from baton.engine import quality
@@ -57,12 +58,18 @@ def test_changes_are_counted_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.recalled, found.recalled_in_float32, found.facts) == (0, 1, 1)
 
 
+def shorten_story(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, paragraphs: int, characters: int
+) -> None:
+    written = quality.STORY.read_text(encoding="utf-8").split("\n\n")
+    monkeypatch.setattr(quality, "STORY", folder / "story.txt")
+    quality.STORY.write_text("\n\n".join(each[:characters] for each in written[:paragraphs]))
+
+
 def test_doctor_compares_the_model_with_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paragraphs = quality.STORY.read_text(encoding="utf-8").split("\n\n")
-    monkeypatch.setattr(quality, "STORY", tmp_path / "story.txt")
-    quality.STORY.write_text("\n\n".join(each[:200] for each in paragraphs[:6]))
+    shorten_story(tmp_path, monkeypatch, paragraphs=6, characters=200)
     file = tmp_path / "baton.yaml"
     file.write_text("dtype: float32\ndevice: cpu\n")
     result = CliRunner().invoke(app, ["doctor", "--quality", "--json", "--config", str(file)])
@@ -71,3 +78,16 @@ def test_doctor_compares_the_model_with_itself(
     assert device["subject"] == "device"
     assert "(+0.00%), likeliest token the same for 100.0%" in overall["finding"]
     assert recall["subject"] == "recall"
+
+
+def test_int8_weights_keep_the_quality_that_doctor_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all the text: python -m bench.quality --dtype float32 --quantization int8"""
+    shorten_story(tmp_path, monkeypatch, paragraphs=7, characters=600)
+    folder = model_store.locate(model_store.EMBEDDED)
+    found = quality.measure(folder, "cpu", dtype="float32", quantization="int8").overall
+    assert found.tokens > 700
+    assert found.perplexity_change <= MOST_PERPLEXITY == 0.01
+    assert found.top_agreement >= LEAST_AGREEMENT == 0.97
+    assert found.mean_change > 0
