@@ -97,8 +97,8 @@ def _worker_cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
     # The cached share of the prompt tokens that it was to prefill or to receive.
     hits = f"{worker.cached_tokens / worker.prompt_tokens:.0%}" if worker.prompt_tokens else "-"
     return [
-        Text.assemble(member.worker_id, (address, "dim")),
-        Text.assemble(_ROLES.get(member.role, "?"), (weights, "dim")),
+        Text.assemble(member.worker_id, (address + weights, "dim")),
+        _ROLES.get(member.role, "?"),
         Text(*attached),
         _pages(worker),
         str(worker.load.waiting),

@@ -255,8 +255,7 @@ class Config:
     model: str = key(
         "embedded",
         "A model of a hub (org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file), a"
-        " Hugging Face folder, a GGUF file, or"
-        " the embedded model.",
+        " Hugging Face folder, a GGUF file, or the embedded model.",
         "--model",
     )
     model_name: str = key(
@@ -286,8 +285,7 @@ class Config:
     )
     quantization: Literal["none", "int8"] = key(
         "none",
-        "int8: layers' weights are quantized while they are loaded, and what they multiply with"
-        " each step; on CPUs (docs/MODELS.md).",
+        "int8 quantizes layers' weights while they are loaded, on CPUs (docs/MODELS.md).",
         "--quantization",
     )
     device: Literal["auto", "cpu", "cuda"] = key(
@@ -295,8 +293,7 @@ class Config:
     )
     transport: Literal["auto", "nixl", "cuda_ipc"] = key(
         "auto",
-        "How pages travel: nixl or cuda_ipc; auto uses CUDA IPC between GPUs of one host, else"
-        " NIXL.",
+        "How pages travel: nixl, cuda_ipc, or auto: CUDA IPC between GPUs of one host, else NIXL.",
     )
     gpu_memory: ShareOrNone = key(
         0.0,
@@ -327,8 +324,7 @@ class Config:
     )
     page_digests: Literal["auto", "on", "off"] = key(
         "auto",
-        "Checksums of pages, verified on arrival: on, off, or auto, which is on for pools in CPU"
-        " memory.",
+        "Checksums of pages, verified on arrival: on, off, or auto: on for pools in CPU memory.",
     )
     insecure: bool = key(
         False,

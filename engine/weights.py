@@ -24,7 +24,7 @@ from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear, Sum
 from baton.kernels.attention import Scoring
 from baton.kernels.experts import MLP, NO_BIASES, ExpertBiases, Experts
 from baton.kernels.latent import LatentHeads
-from baton.kernels.linear import GatedLinear, HeadLinear, Linear, RMSNorm
+from baton.kernels.linear import GatedLinear, HeadLinear, Linear, RMSNorm, describe_int8
 from baton.kernels.routing import Routing
 
 Name = TypeVar("Name")
@@ -57,6 +57,11 @@ def load_model(
     `architecture` is the whole model's; the returned model has that of its part.
     """
     return _Loader(source, architecture, dtype, device, group).load(quantization)
+
+
+def describe_quantization(quantization: WeightQuantization, dtype: str) -> str:
+    """Which code multiplies the weights, where that is a question of the CPU."""
+    return "" if quantization == "none" else f"; {quantization} weights {describe_int8(dtype)}"
 
 
 def separate_pairs(pairs: Tensor) -> Tensor:

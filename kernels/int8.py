@@ -56,9 +56,9 @@ def int8_product(x: Tensor, weight: Int8Weight) -> Tensor:
     """x [rows, inputs] -> [rows, outputs], float32, without rounding to x's type."""
     codes, scales = _quantize(x.float(), MOST_OF_ROW)
     total = torch.zeros(len(x), len(weight.codes))
-    groups = codes.split(GROUP, 1), weight.codes.split(GROUP, 1), weight.scales.t()
-    for ours, theirs, factors in zip(*groups, strict=True):
-        sums = torch.mm(ours.double(), theirs.double().t())  # exact
+    for group, factors in enumerate(weight.scales.t()):
+        part = slice(group * GROUP, (group + 1) * GROUP)
+        sums = torch.mm(codes[:, part].double(), weight.codes[:, part].double().t())  # exact
         total += sums.float() * factors
     return total * scales.unsqueeze(1)
 

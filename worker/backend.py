@@ -25,12 +25,12 @@ from baton.core.process import StartTimes
 from baton.core.types import Role
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
-from baton.engine.model_choice import WeightQuantization, choose_dtype
+from baton.engine.model_choice import choose_dtype
 from baton.engine.page_files import PageForm
 from baton.engine.page_memory import PageMemory, page_memory
 from baton.engine.second_tier import BATCH, SecondTier, second_tier_of
 from baton.engine.tier_copies import BackgroundThread
-from baton.kernels.linear import describe_int8
+from baton.engine.weights import describe_quantization
 from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root, choose_digest
 from baton.kv_transfer.routed_transport import choose_transport
 from baton.kv_transfer.sharded_transport import ShardedTransport
@@ -142,7 +142,7 @@ class Backend:
         config = self._config
         dtype = choose_dtype(config.dtype, self._device)
         folder = self._locate_model()
-        self._progress(f"loading the model{_describe_weights(config.quantization, dtype)}")
+        self._progress(f"loading the model{describe_quantization(config.quantization, dtype)}")
         gpu = self._gpu_settings(role)
         settings, devices = rank_settings(config, folder, role, self._device, dtype, gpu)
         self._times.mark("config")
@@ -218,11 +218,6 @@ class Backend:
         if int(done * 10) > self._tenths.setdefault(what, 0):
             self._tenths[what] = int(done * 10)
             self._progress(f"preparing {what}: {done:.0%}")
-
-
-def _describe_weights(quantization: WeightQuantization, dtype: str) -> str:
-    """Which code runs, where that is a question of the CPU."""
-    return "" if quantization == "none" else f"; {quantization} weights {describe_int8(dtype)}"
 
 
 def pool_memory(engine: Engine) -> PoolMemory:

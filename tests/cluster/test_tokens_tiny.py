@@ -80,4 +80,6 @@ def test_tokens_of_a_model_in_int8_are_those_of_one_engine(tmp_path: Path) -> No
     }
     with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
         assert ask(cluster, prompts(0)) == expected
-        cluster.wait_idle()
+        assert {worker.quantization for worker in cluster.wait_idle()} == {"int8"}
+        for worker in cluster.workers.values():
+            assert "loading the model; int8 weights multiplied by" in worker.log

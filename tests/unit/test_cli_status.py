@@ -52,6 +52,13 @@ def test_status_shows_how_many_guesses_were_right(router: ScriptedRouter) -> Non
     assert "13 of 20 guesses right" in run(router, "status").stdout
 
 
+def test_status_shows_quantized_weights(router: ScriptedRouter) -> None:
+    router.status.workers[1].quantization = "int8"
+    lines = [line.strip() for line in run(router, "status").stdout.splitlines()]
+    assert lines[7] == "int8 weights"
+    assert sum("weights" in line for line in lines) == 1
+
+
 def test_status_shows_a_workers_fault(router: ScriptedRouter) -> None:
     router.status.workers[0].attached = False
     router.status.workers[0].fault = "leaks pages"

@@ -168,6 +168,8 @@ def test_ranks_quantize_their_parts(tmp_path: Path) -> None:
     with split_engine(tmp_path / "model", 2, tmp_path, quantization="int8") as split:
         together = serve(split.engine, PROMPTS, 12, chunk=7)
         assert together == [serve(split.engine, [each], 12, chunk=64)[0] for each in PROMPTS]
+        whole = load(tmp_path / "model", quantization="int8")
+        assert split.engine.fingerprint != whole.fingerprint  # they exchange no pages
 
 
 def test_codes_take_little_more_than_a_byte(tmp_path: Path) -> None:
