@@ -42,8 +42,8 @@ from baton.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-STALE_SECONDS = 86_400.0
-"""After which a record that nobody has read is removed."""
+STALE_SECONDS = 3600.0
+"""After the end of a process, when a record that nobody has read is removed."""
 
 REMEMBERED_VERDICTS = 16
 
@@ -101,9 +101,13 @@ class StepRecord:
         yield
         self.memory[_SLOTS_AT + _ACCEPTING * _SLOT_BYTES] = 0
 
-    def note_oom_kills(self) -> None:
-        """Once a second: earlier kills, of other processes, explain nothing."""
+    def refresh(self) -> None:
+        """Once a second: earlier out-of-memory kills, of other processes, explain nothing, and a
+        record is as old as the end of its process."""
         _OOM_KILLS.pack_into(self.memory, _OOM_KILLS_AT, _oom_kills())
+        if self._path:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
 
     def crash(self, error: BaseException) -> None:
         """The process ends because of an error. The first one is the cause."""
@@ -183,7 +187,7 @@ def _open(scope: str) -> StepRecord:
     descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
     os.posix_fallocate(descriptor, 0, _SIZE)  # noting a step must not run out of memory
     record = StepRecord(mmap.mmap(descriptor, _SIZE), path)
-    record.note_oom_kills()
+    record.refresh()
     faulthandler.enable(path.with_suffix(".fault").open("w"), all_threads=False)
     # Named only when locked: whoever finds it unlocked takes its process for dead.
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends, in whatever way

@@ -234,7 +234,7 @@ class WorkerServer:
     async def _watch_health(self) -> None:
         while True:
             await self._report_health()
-            self._record.note_oom_kills()
+            self._record.refresh()
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def _report_health(self) -> None:

@@ -98,7 +98,7 @@ def test_a_kill_for_lack_of_memory_is_a_crash(
 ) -> None:
     record = StepRecord()
     monkeypatch.setattr(step_record, "_oom_kills", lambda: before)
-    record.note_oom_kills()
+    record.refresh()
     record.begin(ROWS)
     assert judged(record, oom_kills=now) == (crashed, {"a", "b"} if crashed else set())
 
@@ -203,6 +203,13 @@ def test_what_nobody_comes_back_for_is_removed(folder: Path) -> None:
     os.utime(left, (0, 0))
     open_record("w").close()
     assert list(folder.iterdir()) == []
+
+
+def test_the_record_of_a_long_life_waits_for_the_next_process(folder: Path) -> None:
+    aged = "os.utime(record._path, (0, 0)); record.refresh()"
+    ended = run(folder, "w", f"{aged}; os.kill(os.getpid(), signal.SIGKILL)")
+    open_record("another").close()
+    assert [verdict.incarnation for verdict in open_record("w").verdicts] == [ended]
 
 
 def test_a_worker_starts_without_a_place_for_its_record(
