@@ -113,8 +113,8 @@ class _Run:
                 async with asyncio.TaskGroup() as tasks:
                     for _ in range(concurrency):
                         tasks.create_task(self._some(client))
-            except* Unavailable as errors:
-                raise errors.exceptions[0] from None
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
 
     async def _some(self, client: httpx.AsyncClient) -> None:
         for line in self.pending:

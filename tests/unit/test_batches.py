@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,9 @@ from front_door import front_door
 from openai.types import Batch
 
 from baton.core.api_keys import make_key, write_keys
+from baton.core.config import BatchesConfig
+from baton.router.edges.http.batches.batch_store import BatchStore
+from baton.router.edges.http.batches.file_store import FileStore
 from baton.router.server import RouterServer
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -242,6 +246,56 @@ async def test_a_restarted_router_runs_only_what_is_left(tmp_path: Path) -> None
         assert batch.status == "completed"
         assert len(await results(client, batch.output_file_id)) == 60
     assert output.read_bytes().startswith(before)
+
+
+async def test_routers_share_a_folder(tmp_path: Path) -> None:
+    """One runs the batches of both, and each can cancel them."""
+    async with door(tmp_path, step_seconds=0.01) as one, door(tmp_path, step_seconds=0.01) as two:
+        batches = [await start(client, chats(10)) for client in (one, two)]
+        for batch in batches:
+            batch = await ended(two, batch)
+            assert batch.status == "completed"
+            assert len(await results(one, batch.output_file_id)) == 10
+        for client in (one, two):
+            batch = await start(client, chats(200, max_tokens=100))
+            await client.batches.cancel(batch.id)
+            assert (await ended(client, batch)).status == "cancelled"
+
+
+def test_what_has_expired_is_deleted(tmp_path: Path) -> None:
+    config = BatchesConfig(str(tmp_path), keep_seconds=100.0)
+    store = BatchStore(files := FileStore(config))
+    kept, old = (files.upload("a", io.BytesIO(b"{}"), "x", keep) for keep in (100.0, -1.0))
+    batch = store.create(
+        "a",
+        endpoint="/v1/completions",
+        input_file_id=kept["id"],
+        window="1h",
+        seconds=3600,
+        metadata=None,
+    )
+    batch["created_at"] -= 200
+    store.save("a", batch)
+    store.sweep()
+    assert [file["id"] for file in files.files("a")] == [kept["id"]]
+    assert not files.content("a", old["id"]).exists()
+    assert [each["id"] for each in store.batches("a")] == [batch["id"]]  # it has not ended
+    store.end("a", batch, "completed", {})
+    store.sweep()
+    assert store.batches("a") == []
+
+
+async def test_a_batch_without_its_file_fails(tmp_path: Path) -> None:
+    async with door(tmp_path, step_seconds=0.01, max_requests=2) as client:
+        batch = await start(client, chats(200, max_tokens=20))
+        while batch.status != "in_progress":
+            await asyncio.sleep(0.05)
+            batch = await client.batches.retrieve(batch.id)
+        await client.files.delete(batch.input_file_id)
+    async with door(tmp_path) as client:
+        batch = await ended(client, batch)
+        assert (batch.status, bool(batch.errors)) == ("failed", True)
+        assert "was deleted" in batch.model_dump_json()
 
 
 async def test_files_have_a_budget(tmp_path: Path) -> None:

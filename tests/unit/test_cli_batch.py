@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from front_door import front_door_beside
 from typer.testing import CliRunner, Result
 
+from baton.cli import batch_command
 from baton.cli.app import app
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
@@ -96,3 +99,28 @@ def test_a_router_that_is_not_there_is_named(tmp_path: Path) -> None:
     requests = write(tmp_path / "in.jsonl", line("a"))
     ran = run("http://127.0.0.1:9", requests, tmp_path / "out.jsonl")
     assert (ran.exit_code, "no server answers at http://127.0.0.1:9" in ran.stderr) == (1, True)
+
+
+class Forgetful(BaseHTTPRequestHandler):
+    """Names its model, and answers nothing else."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_a_router_that_goes_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_command, "GIVE_UP_SECONDS", 0.0)
+    requests = write(tmp_path / "in.jsonl", line("a"), line("b"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forgetful) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ran = run(f"http://127.0.0.1:{server.server_port}", requests, tmp_path / "out.jsonl")
+        server.shutdown()
+    assert (ran.exit_code, "run this again later" in ran.stderr) == (1, True)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""

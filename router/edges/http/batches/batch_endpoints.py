@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import PurePath
@@ -144,7 +145,7 @@ class BatchEndpoints:
         store, owner, file_id = self._store.files, http.user.key.name, http.path_params["file_id"]
         if http.method != "DELETE":
             return json_response({**store.file(owner, file_id)})
-        store.delete(owner, file_id)
+        await asyncio.to_thread(store.delete, owner, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def _content(self, http: HttpRequest) -> Response:
@@ -161,18 +162,16 @@ class BatchEndpoints:
             found = await asyncio.to_thread(store.batches, owner)
             return _page(http, found, 20, MAX_BATCHES_LISTED)
         body = await parse_body(http, self._context, BatchRequest.parse)
-        return json_response(
-            {
-                **store.create(
-                    owner,
-                    endpoint=body.endpoint,
-                    input_file_id=body.input_file_id,
-                    window=body.completion_window,
-                    seconds=body.seconds,
-                    metadata=body.metadata,
-                )
-            }
+        create = functools.partial(
+            store.create,
+            owner,
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            window=body.completion_window,
+            seconds=body.seconds,
+            metadata=body.metadata,
         )
+        return json_response({**await asyncio.to_thread(create)})
 
     async def _batch(self, http: HttpRequest) -> Response:
         found = self._store.batch(http.user.key.name, http.path_params["batch_id"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -101,6 +102,7 @@ class BatchRunner:
         except Exception:
             # Such as a full disk. It is tried again.
             log.exception("a batch of %r is interrupted", owner)
+            await asyncio.sleep(LONGEST_PAUSE)
 
     async def _run_batch(self, owner: str, batch: BatchObject) -> None:
         try:
@@ -109,21 +111,22 @@ class BatchRunner:
                 total, errors = await asyncio.to_thread(validate, path, batch["endpoint"])
                 batch["request_counts"]["total"] = total
                 if errors:
-                    self._fail(owner, batch, errors)
+                    await self._fail(owner, batch, errors)
                     return
                 batch["status"], batch["in_progress_at"] = "in_progress", int(time.time())
-                self._store.save(owner, batch)
+                await asyncio.to_thread(self._store.save, owner, batch)
             with Results(self._store, owner, batch) as results:
                 status = await self._run_lines(results, path)
                 await self._finish(results, path, status)
         except FileNotFoundError:
             gone = f"the input file {batch['input_file_id']} was deleted"
-            self._fail(owner, batch, [_error("file_not_found", gone)])
+            await self._fail(owner, batch, [_error("file_not_found", gone)])
         except BatonError as error:
-            self._fail(owner, batch, [_error(error.reason.lower(), error.message)])
+            await self._fail(owner, batch, [_error(error.reason.lower(), error.message)])
 
-    def _fail(self, owner: str, batch: BatchObject, errors: list[BatchErrorObject]) -> None:
-        self._store.end(owner, batch, "failed", errors={"object": "list", "data": errors})
+    async def _fail(self, owner: str, batch: BatchObject, errors: list[BatchErrorObject]) -> None:
+        changes = {"errors": {"object": "list", "data": errors}}
+        await asyncio.to_thread(self._store.end, owner, batch, "failed", changes)
 
     async def _run_lines(self, results: Results, path: Path) -> BatchStatus:
         """Returns how the batch ends. What is left then is not run."""
@@ -151,10 +154,13 @@ class BatchRunner:
 
     async def _run_all(self, results: Results, path: Path) -> None:
         pending = results.pending(path)
-        async with asyncio.TaskGroup() as lines:
-            while line := await asyncio.to_thread(next, pending, None):
-                turn = await self._spare.take(results.owner, f"batch_req_{uuid.uuid4().hex}")
-                lines.create_task(self._run_line(results, line, turn))
+        try:
+            async with asyncio.TaskGroup() as lines:
+                while line := await asyncio.to_thread(next, pending, None):
+                    turn = await self._spare.take(results.owner, f"batch_req_{uuid.uuid4().hex}")
+                    lines.create_task(self._run_line(results, line, turn))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _run_line(self, results: Results, line: BatchLine, turn: Turn) -> None:
         """Until it is answered."""
@@ -191,7 +197,8 @@ class BatchRunner:
         if status == "expired":
             await asyncio.to_thread(results.expire, path)
         output, errors = await asyncio.to_thread(results.announce)
-        self._store.end(owner, batch, status, output_file_id=output, error_file_id=errors)
+        changes = {"output_file_id": output, "error_file_id": errors}
+        await asyncio.to_thread(self._store.end, owner, batch, status, changes)
 
 
 class Results:
@@ -222,8 +229,12 @@ class Results:
 
     def add(self, status: int, line: bytes) -> None:
         failed = status != 200
-        # In one call: what another process or a crash leaves is a prefix of the lines.
-        os.write(self._files[failed], line)
+        file = self._files[failed]
+        size = os.fstat(file).st_size
+        # In one call: a crash leaves whole lines, and at most one that is cut off.
+        if os.write(file, line) < len(line):
+            os.ftruncate(file, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._counts["failed" if failed else "completed"] += 1
 
     def expire(self, path: Path) -> None:

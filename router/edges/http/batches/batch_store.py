@@ -162,7 +162,9 @@ class BatchStore:
                     found.append(batch)
         return min(found, key=lambda batch: batch["created_at"], default=None)
 
-    def end(self, owner: str, batch: BatchObject, status: BatchStatus, **changes: Any) -> None:
+    def end(
+        self, owner: str, batch: BatchObject, status: BatchStatus, changes: Mapping[str, object]
+    ) -> None:
         """Records how a batch ended, and forgets that it was cancelled."""
         stamp: Any = {f"{status}_at": int(time.time()), "status": status, **changes}
         batch.update(stamp)
