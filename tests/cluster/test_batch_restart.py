@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 from conftest import SIZES, TREE
 from openai.types import Batch
-from processes import ProcessCluster
+from processes import ProcessCluster, scrape
 
+from baton.core.metrics import REQUESTS
 from baton.core.model_store import EMBEDDED
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -123,9 +123,10 @@ def test_a_batch_gives_way_to_other_requests(cluster: ProcessCluster) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
     bodies = {f"story-{index}": body for index in range(6)}
     with sdk(cluster) as client:
+        before = cancelled(cluster)
         batch = start(client, "/v1/completions", bodies)
         deadline = time.monotonic() + SECONDS
-        while "CANCELLED" not in outcomes(cluster, "batch_req_"):
+        while cancelled(cluster) == before:
             assert time.monotonic() < deadline
             client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)
         batch = wait(client, batch, is_completed)
@@ -133,8 +134,5 @@ def test_a_batch_gives_way_to_other_requests(cluster: ProcessCluster) -> None:
     cluster.wait_idle()
 
 
-def outcomes(cluster: ProcessCluster, prefix: str) -> list[str]:
-    """Of the latest requests whose ids begin so."""
-    answer = httpx.get(f"http://{cluster.http}/v1/requests?limit=200")
-    recent = answer.raise_for_status().json()["data"]
-    return [each["outcome"] for each in recent if each["request_id"].startswith(prefix)]
+def cancelled(cluster: ProcessCluster) -> float:
+    return scrape(cluster.metrics, "outcome").get(f"{REQUESTS} CANCELLED", 0.0)
