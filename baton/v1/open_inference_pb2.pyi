@@ -607,7 +607,7 @@ class ModelInferResponse(_message.Message):
 
         @_builtins.property
         def contents(self) -> Global___InferTensorContents:
-            """Its elements."""
+            """Its elements, unless raw_output_contents has them."""
 
         def __init__(
             self,
@@ -667,7 +667,9 @@ class ModelInferResponse(_message.Message):
 
     @_builtins.property
     def raw_output_contents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Empty: outputs have their elements."""
+        """The elements of all outputs in their order, where the request has
+        raw_input_contents; of UINT32 four bytes, the lowest first.
+        """
 
     def __init__(
         self,

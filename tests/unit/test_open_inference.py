@@ -197,6 +197,17 @@ def test_an_answer_comes_as_a_whole(stub: GRPCInferenceServiceStub) -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_raw_contents_are_answered_with_such(stub: GRPCInferenceServiceStub) -> None:
+    asked = request(max_tokens=2, return_num_output_tokens=True)
+    for each in asked.inputs:
+        each.ClearField("contents")
+    asked.raw_input_contents.extend([b"\5\0\0\0Hello", struct.pack("<i", 2), b"\1"])
+    response = stub.ModelInfer(asked)
+    assert [each.name for each in response.outputs] == ["text_output", "num_output_tokens"]
+    assert not any(each.HasField("contents") for each in response.outputs)
+    assert response.raw_output_contents == [b"\7\0\0\0Helloaa", b"\2\0\0\0"]
+
+
 def test_a_stream_has_many_requests_and_outlives_their_errors(
     stub: GRPCInferenceServiceStub,
 ) -> None:

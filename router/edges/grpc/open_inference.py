@@ -12,7 +12,7 @@ from baton.core.errors import InvalidRequest, UnknownModel
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent
 from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.grpc.open_tensors import INPUTS, OUTPUTS, InferCall
+from baton.router.edges.grpc.open_tensors import INPUTS, OUTPUTS, InferCall, add_output
 from baton.router.edges.grpc.servicers import prepare
 from baton.rpc import Context, public_error, unary
 from baton.v1 import inference_pb2 as pb
@@ -162,22 +162,14 @@ class ResponseRenderer:
             model_name=self._model, model_version=VERSION, id=self._id
         )
         response.parameters["triton_final_response"].bool_param = not self._left
-        self._output(response, "text_output", [text.encode() for text in self._texts])
-        self._output(response, "finish_reason", [reason.encode() for reason in self._reasons])
-        self._output(response, "num_input_tokens", [self._prompt_tokens])
-        self._output(response, "num_output_tokens", self._tokens)
+        outputs: dict[str, Sequence[object]] = {
+            "text_output": [text.encode() for text in self._texts],
+            "finish_reason": [reason.encode() for reason in self._reasons],
+            "num_input_tokens": [self._prompt_tokens],
+            "num_output_tokens": self._tokens,
+        }
+        for name in [name for name in outputs if name in self._call.outputs]:
+            add_output(response, name, outputs[name], self._call.raw)
         if self._call.stream:
             self._texts, self._tokens = [""], [0]
         return response
-
-    def _output(
-        self, response: oip.ModelInferResponse, name: str, elements: Sequence[bytes | int]
-    ) -> None:
-        if name not in self._call.outputs:
-            return
-        output = response.outputs.add(name=name, datatype=OUTPUTS[name], shape=[len(elements)])
-        for element in elements:
-            if isinstance(element, bytes):
-                output.contents.bytes_contents.append(element)
-            else:
-                output.contents.uint_contents.append(element)

@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.json_format import ParseDict, ParseError
 
@@ -70,6 +71,7 @@ class InferCall:
     stream: bool
     prefix: str  # of a whole answer: the prompt, unless it is excluded
     outputs: frozenset[str]
+    raw: bool  # whether elements come and go as raw bytes
 
     @classmethod
     def parse(cls, request: oip.ModelInferRequest) -> InferCall:
@@ -93,7 +95,8 @@ class InferCall:
         wanted = frozenset({"text_output", *outputs, *(each.name for each in request.outputs)})
         if unknown := sorted(wanted - OUTPUTS.keys()):
             raise NotServed(f"there is no output {unknown[0]}", field="outputs")
-        return cls(message, stream, "" if exclude else text, wanted)
+        raw = bool(request.raw_input_contents)
+        return cls(message, stream, "" if exclude else text, wanted, raw)
 
 
 def _inputs(request: oip.ModelInferRequest) -> dict[str, Scalar]:
@@ -167,3 +170,24 @@ def _set(message: pb.GenerateRequest, name: str, value: object) -> None:
     except ParseError:
         shown = json.dumps(value)[:40]
         raise InvalidRequest(f"{name} has a wrong value: {shown}", field=name) from None
+
+
+def add_output(
+    response: oip.ModelInferResponse,
+    name: str,
+    elements: Sequence[Any],
+    raw: bool,
+) -> None:
+    output = response.outputs.add(name=name, datatype=OUTPUTS[name], shape=[len(elements)])
+    if raw:
+        response.raw_output_contents.append(b"".join(map(_raw, elements)))
+    elif output.datatype == "BYTES":
+        output.contents.bytes_contents.extend(elements)
+    else:
+        output.contents.uint_contents.extend(elements)
+
+
+def _raw(element: bytes | int) -> bytes:
+    if isinstance(element, int):
+        return struct.pack("<I", element)
+    return struct.pack("<I", len(element)) + element
