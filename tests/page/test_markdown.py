@@ -127,10 +127,13 @@ def test_complete_blocks_are_not_drawn_again(visit: Visit) -> None:
       const view = new MarkdownView(target);
       view.show("one\\n\\ntwo\\n\\n```\\nthree\\n");
       const [first, second, code] = target.children;
-      view.show("one\\n\\ntwo\\n\\n```\\nthree\\nfour\\n");
-      return [first, second, code].map((node, number) => node === target.children[number]);
+      view.show("one\\n\\ntwo\\n\\n```\\nthree\\nfour\\n```\\n- a\\n- b");
+      const item = target.querySelector("li");
+      view.show("one\\n\\ntwo\\n\\n```\\nthree\\nfour\\n```\\n- a\\n- b\\n- c");
+      const same = [first, second, code].map((node, number) => node === target.children[number]);
+      return [...same, item === target.querySelector("li")];
     }""")
-    assert kept == [True, True, True]
+    assert kept == [True] * 4
 
 
 SLOW = {

@@ -90,8 +90,10 @@ async function answer() {
   list.scrollTop = list.scrollHeight;
   const frame = () => {
     if (!message.writing) return;
+    const began = performance.now();
     follow(bubble);
-    requestAnimationFrame(frame);
+    // A slow browser gets fewer frames, so that it still answers to the user.
+    setTimeout(() => requestAnimationFrame(frame), 2 * (performance.now() - began));
   };
   requestAnimationFrame(frame);
   try {

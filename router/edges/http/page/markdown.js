@@ -85,7 +85,17 @@ const KINDS = [
     end: (lines, at) => until(lines, at, (number) => !QUOTE.test(lines[number])),
     build: (lines, depth) => element("blockquote", "", ...nested(lines.map((line) => line.replace(QUOTE, "")), depth)),
   },
-  { begins: (lines, at) => ITEM.test(lines[at]), end: endOfList, build: list },
+  {
+    begins: (lines, at) => ITEM.test(lines[at]),
+    end: endOfList,
+    build: (lines, depth) => fill(emptyList(lines), lines, depth),
+    // Long lists are common: only items that have changed are made anew.
+    grow: (old, lines) => {
+      const same = emptyList(lines).outerHTML === old.cloneNode(false).outerHTML;
+      if (same) fill(old, lines, 0);
+      return same;
+    },
+  },
   {
     begins: (lines, at) => lines[at].includes("|") && COLUMNS.test(lines[at + 1] ?? "") && cells(lines[at]).length === cells(lines[at + 1]).length,
     end: (lines, at) => until(lines, at, (number) => !lines[number].includes("|")),
@@ -156,14 +166,37 @@ function endOfList(lines, at) {
   return end;
 }
 
-function list(lines, depth) {
-  const [, space, , number] = ITEM.exec(lines[0]);
+function emptyList(lines) {
+  const number = ITEM.exec(lines[0])[3];
   const made = element(number === undefined ? "ul" : "ol");
   if (number !== undefined) made.start = Number(number);
+  return made;
+}
+
+const sources = new WeakMap(); // the text of each item of a list
+
+function fill(list, lines, depth) {
+  const before = sources.get(list) ?? [];
+  const items = itemsOf(lines);
+  const texts = items.map((item) => item.join("\n"));
+  items.forEach((item, number) => {
+    if (texts[number] === before[number]) return;
+    const made = element("li", "", ...nested(item, depth));
+    if (list.children[number]) list.children[number].replaceWith(made);
+    else list.append(made);
+  });
+  while (list.children.length > items.length) list.lastChild.remove();
+  sources.set(list, texts);
+  return list;
+}
+
+/** The lines of each item, without its mark and indentation. */
+function itemsOf(lines) {
+  const base = indent(lines[0]);
   const items = [];
   let width = 0; // of what stands before an item's text
   for (const line of lines) {
-    const found = indent(line) < space.length + 2 ? ITEM.exec(line) : null;
+    const found = indent(line) < base + 2 ? ITEM.exec(line) : null;
     if (found) {
       width = found[0].length;
       items.push([line.slice(width)]);
@@ -173,8 +206,7 @@ function list(lines, depth) {
       items.at(-1).push(line.slice(Math.min(indent(line), width)));
     }
   }
-  made.append(...items.map((item) => element("li", "", ...nested(item, depth))));
-  return made;
+  return items;
 }
 
 function cells(line) {
