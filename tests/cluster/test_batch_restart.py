@@ -9,7 +9,6 @@ from pathlib import Path
 
 import openai
 import pytest
-from conftest import SIZES, TREE
 from openai.types import Batch
 from processes import ProcessCluster, scrape
 
@@ -23,9 +22,12 @@ SECONDS = 120.0
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     folder = tmp_path_factory.mktemp("batches")
-    # Two requests fill a decode worker.
-    decode = {**SIZES, "max_batch": 2}
-    tree = {**TREE, "decode": decode, "batches": {"folder": str(folder / "kept")}}
+    sizes = {"kv_memory": "512MiB", "threads": 1}
+    tree: dict[str, object] = {
+        "prefill": sizes,
+        "decode": {**sizes, "max_batch": 2},  # two requests fill it
+        "batches": {"folder": str(folder / "kept")},
+    }
     with ProcessCluster(EMBEDDED, folder, tree=tree) as cluster:
         yield cluster
 
