@@ -108,6 +108,29 @@ async def test_requests_wait_in_the_routers_queue_when_decode_is_full(
         cluster.wait_idle()
 
 
+async def test_a_request_overtakes_those_of_a_later_priority_in_the_queue(
+    tiny: Path, tmp_path: Path
+) -> None:
+    finished: list[str] = []
+
+    async def ask(client: AsyncClient, name: str, priority: int) -> None:
+        fields = {"max_tokens": 90, "ignore_eos": True, "cache_salt": name}
+        await client.generate([5] * 150, priority=priority, **fields)
+        finished.append(name)
+
+    with ProcessCluster(tiny, tmp_path, tree=tree("300KiB", worker_backlog=1)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            batch = [asyncio.create_task(ask(client, f"batch-{each}", 1000)) for each in range(8)]
+            await asyncio.sleep(0.2)
+            live = asyncio.create_task(ask(client, "live", 0))
+            await asyncio.sleep(0.05)
+            queued = (await client.status()).queued_priorities
+            await asyncio.gather(live, *batch)
+        assert [each.priority for each in queued] == [0, 1000]
+        assert finished.index("live") <= 4
+        cluster.wait_idle()
+
+
 @pytest.mark.parametrize("pages", [16, 21])
 async def test_any_pool_that_holds_one_request_serves_them_all(
     tiny: Path, tmp_path: Path, pages: int
