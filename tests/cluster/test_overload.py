@@ -89,6 +89,9 @@ async def test_requests_wait_in_the_routers_queue_when_decode_is_full(
 
     with ProcessCluster(tiny, tmp_path, tree=configured) as cluster:
         async with AsyncClient(cluster.address) as client:
+            # The first transfer connects the workers; requests that wait for that arrive together,
+            # in no order.
+            await client.generate([6] * 150, max_tokens=2)
             tasks = []
             for number in range(8):
                 tasks.append(asyncio.create_task(ask(client, number)))
