@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from baton.core.types import Tool
 from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
-from baton.router.answers.splitters import Steps, held_back
+from baton.router.answers.splitters import SteppedSplitter, Steps, held_back
 from baton.router.answers.tool_formats import HARMONY_ENDS
 
 _MESSAGE = "<|message|>"
@@ -23,24 +23,17 @@ _HEADERS = ("<|channel|>", "<|start|>", _MESSAGE, " to=")
 _RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_-]+)")
 
 
-class HarmonySplitter:
+class HarmonySplitter(SteppedSplitter):
     def __init__(
         self, tools: Sequence[Tool], new_id: Callable[[], str], *, reasoning: bool = True
     ) -> None:
         """Without `reasoning` it counts as content."""
+        super().__init__()
         self._tools = {tool.name for tool in tools}
         self._new_id = new_id
         self._reasoning = reasoning
-        self._delta = AnswerDelta("", [])  # of the text that was pushed last
-        self._held = ""
         self._calls = 0
         self._emit: Callable[[str], None] | None = None  # a message's text; None in its header
-        self._steps = self._split()
-
-    def push(self, text: str, delta: AnswerDelta) -> None:
-        self._held += text
-        self._delta = delta
-        next(self._steps)
 
     def flush(self, delta: AnswerDelta) -> None:
         """Half a header is dropped."""

@@ -9,6 +9,7 @@ they need more text.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
 from typing import Protocol
 
@@ -36,17 +37,11 @@ class ContentSplitter:
         pass
 
 
-class ReasoningSplitter:
-    """A reasoning model writes <think> (or another mark), its reasoning, </think> and then its
-    content. Some chat templates write the <think> themselves. White space around the
-    markers is dropped."""
+class SteppedSplitter(ABC):
+    """Reads its text in a generator, which yields where it needs more."""
 
-    def __init__(self, *, thinking: bool, content: Splitter, thoughts: Thoughts = THINK) -> None:
-        """`thinking` when the prompt ends within the reasoning; `content` gets the rest."""
-        self._begin, self._end = thoughts
-        self._thinking = thinking
-        self._content = content
-        self._held = ""
+    def __init__(self) -> None:
+        self._held = ""  # pushed, not read yet
         self._delta = AnswerDelta("", [])  # of the text that was pushed last
         self._steps = self._split()
 
@@ -54,6 +49,22 @@ class ReasoningSplitter:
         self._held += text
         self._delta = delta
         next(self._steps)
+
+    @abstractmethod
+    def _split(self) -> Steps: ...
+
+
+class ReasoningSplitter(SteppedSplitter):
+    """A reasoning model writes <think> (or another mark), its reasoning, </think> and then its
+    content. Some chat templates write the <think> themselves. White space around the
+    markers is dropped."""
+
+    def __init__(self, *, thinking: bool, content: Splitter, thoughts: Thoughts = THINK) -> None:
+        """`thinking` when the prompt ends within the reasoning; `content` gets the rest."""
+        super().__init__()
+        self._begin, self._end = thoughts
+        self._thinking = thinking
+        self._content = content
 
     def flush(self, delta: AnswerDelta) -> None:
         if self._thinking:

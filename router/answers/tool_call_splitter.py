@@ -11,7 +11,7 @@ from baton.core.types import Tool
 from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
 from baton.router.answers.argument_types import Schema, argument_schemas, as_json, types_of
 from baton.router.answers.loose_json import LooseJson, escaped
-from baton.router.answers.splitters import Steps, held_back
+from baton.router.answers.splitters import SteppedSplitter, Steps, held_back
 from baton.router.answers.tool_formats import Pairs, ToolFormat
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -25,7 +25,7 @@ class Malformed(Exception):
     """The scanned text is not a call of a known tool."""
 
 
-class ToolCallSplitter:
+class ToolCallSplitter(SteppedSplitter):
     """Finds tool calls.
 
         content ─opener─▶ before a call ─{─▶ within it ─}─▶ after it ─▶ content, or before the next
@@ -40,25 +40,18 @@ class ToolCallSplitter:
         self, form: ToolFormat, tools: Sequence[Tool], new_id: Callable[[], str] | None = None
     ) -> None:
         """`new_id` makes the id of the next call; by default, as the format has them."""
+        super().__init__()
         self._section = [mark for mark in form.section if mark]
         self._marks = [form.opener, *self._section]
         self._form = form
         self._new_id = new_id or form.new_id
         self._tools = {tool.name: tool for tool in tools}
-        self._delta = AnswerDelta("", [])  # of the text that was pushed last
-        self._held = ""  # not scanned yet
         self._scanned = ""  # scanned but not emitted: may turn out not to be a call
         self._has_content = False  # other than white space
         self._calls = 0  # whose name was emitted
         self._named = False  # the name of the call being scanned was emitted
         self._closing = False  # a call is complete; markers of the format may follow it
         self._after_call = False  # no content since the last call
-        self._steps = self._split()
-
-    def push(self, text: str, delta: AnswerDelta) -> None:
-        self._held += text
-        self._delta = delta
-        next(self._steps)
 
     def flush(self, delta: AnswerDelta) -> None:
         """An unfinished call becomes content unless its name was emitted."""
