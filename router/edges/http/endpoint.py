@@ -12,12 +12,13 @@ second. So values are counted first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -66,6 +67,21 @@ Result = TypeVar("Result")
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
+@contextlib.asynccontextmanager
+async def arriving(seconds: float) -> AsyncIterator[None]:
+    """While a body is received: turns one that is late, or a client that has gone, into its
+    error."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise HTTPException(
+            408, "the body did not arrive in time", {"connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise Cancelled("the client disconnected") from None
+
+
 async def parse_body(
     http: HttpRequest, context: EdgeContext, parse: Callable[[Json], Result]
 ) -> Result:
@@ -81,15 +97,8 @@ async def parse_body(
             f"the body must not be compressed: Content-Encoding is {shown(coding)}",
             {"accept-encoding": "identity"},
         )
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            content = await _receive(http)
-    except TimeoutError:
-        raise HTTPException(
-            408, "the body did not arrive in time", {"connection": "close"}
-        ) from None
-    except ClientDisconnect:
-        raise Cancelled("the client disconnected") from None
+    async with arriving(BODY_SECONDS):
+        content = await _receive(http)
 
     def decode() -> Result:
         body = _decode(content)

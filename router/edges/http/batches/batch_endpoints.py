@@ -13,18 +13,23 @@ from pydantic import AfterValidator, Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from typing_extensions import TypedDict
 
-from baton.core.errors import Cancelled, InvalidRequest, NotServed
+from baton.core.errors import InvalidRequest, NotServed
 from baton.core.proto_json import Json
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.batches.batch_store import BatchObject, BatchStore
 from baton.router.edges.http.batches.file_store import FileObject, unknown
-from baton.router.edges.http.endpoint import answered, json_response, parse_body, query_limit
+from baton.router.edges.http.endpoint import (
+    answered,
+    arriving,
+    json_response,
+    parse_body,
+    query_limit,
+)
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import RequestModel, Unserved, about, invalid, shown
 
@@ -188,14 +193,8 @@ async def _form(http: HttpRequest) -> FormData:
         raise HTTPException(415, "the header Content-Type must be multipart/form-data")
     parser = MultiPartParser(http.headers, _bounded(http), max_files=1, max_fields=8)
     try:
-        async with asyncio.timeout(UPLOAD_SECONDS):
+        async with arriving(UPLOAD_SECONDS):
             return await parser.parse()
-    except TimeoutError:
-        raise HTTPException(
-            408, "the body did not arrive in time", {"connection": "close"}
-        ) from None
-    except ClientDisconnect:
-        raise Cancelled("the client disconnected") from None
     except MultiPartException as error:
         raise InvalidRequest(f"the body cannot be parsed: {error.message}") from None
 
