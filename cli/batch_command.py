@@ -6,7 +6,6 @@ The file of results says what is done: a run that was cut off continues where it
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, BinaryIO
 import typer
 from typer import Argument, Option
 
-from baton.cli.load_test import DEFAULT_URL
+from baton.cli.load_test import DEFAULT_URL, given_key
 from baton.cli.terminal import AsJson, note, print_result, progress
 from baton.connection import API_KEY_VARIABLE
 from baton.core.batch_lines import (
+    TRANSIENT,
     BatchLine,
     answer_line,
     check_lines,
@@ -36,8 +36,6 @@ GIVE_UP_SECONDS = 120.0
 """Without any answer."""
 
 LONGEST_PAUSE = 10.0
-# Waiting may help.
-TRANSIENT = (408, 429, 502, 503, 504)
 
 
 def batch(
@@ -57,7 +55,7 @@ def batch(
 
     total = _check(requests)
     done = _done(results)
-    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    key = given_key(api_key)
     base = base_url(url)
     served_model(base, key)  # or nobody answers there
     with results.open("ab", buffering=0) as out, progress() as shown:

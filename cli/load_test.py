@@ -145,7 +145,7 @@ def bench(
 
     lengths = parse_lengths(prompt_tokens), parse_lengths(output_tokens)
     shape = Shape(requests, *lengths, shared_tokens, rate or 0.0, not constant, seed)
-    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    key = given_key(api_key)
     base = load_run.base_url(url)
     if plot:
         load_run.check_plot(plot)
@@ -165,6 +165,11 @@ def bench(
         note(f"interrupted; {requests - len(calls)} of {requests} requests are not in the report")
         raise typer.Exit(130)
     raise typer.Exit(1 if report.failed == report.requests else 0)
+
+
+def given_key(option: str | None) -> str:
+    """The API key as the command's option says, or else the environment."""
+    return os.environ.get(API_KEY_VARIABLE, "") if option is None else option
 
 
 def _run(target: Target, loads: list[Load], concurrency: int) -> tuple[list[Call], bool]:

@@ -18,6 +18,9 @@ from baton.core.errors import InvalidRequest
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_CUSTOM_ID = 512
 SHOWN_ERRORS = 100
+TRANSIENT = (408, 429, 502, 503, 504)
+"""Statuses of answers for which waiting may help."""
+
 _OPENING = b'{"id": "'  # of every result
 
 

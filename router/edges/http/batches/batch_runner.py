@@ -24,6 +24,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Scope
 
 from baton.core.batch_lines import (
+    TRANSIENT,
     BatchLine,
     answer_line,
     check_lines,
@@ -51,8 +52,6 @@ MAX_LINES = 50_000
 POLL_SECONDS = 1.0
 SWEEP_SECONDS = 600.0
 LONGEST_PAUSE = 30.0
-# Waiting may help; 0 is a call without an answer.
-TRANSIENT = (0, 408, 429, 503, 504)
 
 
 class BatchRunner:
@@ -171,7 +170,7 @@ class BatchRunner:
                 if answer is None:
                     self._spare.leave(turn)
                     turn = await self._spare.take(results.owner, request_id)
-                elif answer[0] in TRANSIENT:
+                elif not answer[0] or answer[0] in TRANSIENT:
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)
                 else:
@@ -288,7 +287,8 @@ def _take(lock: int) -> bool:
 async def call(
     endpoint: ASGIApp, path: str, body: bytes, caller: Caller, request_id: str
 ) -> tuple[int, bytes]:
-    """Calls an endpoint of this process for a caller. Returns status and body."""
+    """Calls an endpoint of this process for a caller. Returns status and body; 0 without an
+    answer."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     scope: Scope = {
         "type": "http",
