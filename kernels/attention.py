@@ -84,28 +84,30 @@ def decode_attention(
     """query [B, heads, head_dim], one per sequence, whose tokens are in the cache
     -> [B, heads * value_dim]. A head's sink, of sinks [heads], float32, is one more score, of a
     token without a value."""
-    if compiled := _compiled(query.shape[1], cache, scoring):
+    if compiled := _compiled(query.shape[1], cache, scoring, query.dtype):
         return compiled.of_queries(query, cache.kv, reads, sinks)
     batch, heads, head_dim = query.shape
     found = by_heads(gather(cache, reads.tables.flatten()), cache, batch)
     keys, values = keys_values(found[:, :, :, : reads.longest], cache)
-    groups = query.view(batch, keys.shape[1], -1, head_dim)
+    groups = query.view(batch, keys.shape[1], -1, head_dim).to(keys.dtype)
     by_group = None if sinks is None else sinks.view(keys.shape[1], -1, 1)
     attended = masked_attention(groups, keys, values, reads.mask, scoring, by_group)
-    return attended.reshape(batch, heads * cache.value_dim)
+    return attended.reshape(batch, heads * cache.value_dim).to(query.dtype)
 
 
-def prepare_attention(heads: int, cache: LayerCache, scoring: Scoring) -> None:
-    """Compiles ahead of the first call."""
-    _compiled(heads, cache, scoring)
+def prepare_attention(heads: int, cache: LayerCache, scoring: Scoring, dtype: torch.dtype) -> None:
+    """Compiles ahead of the first call with queries in `dtype`."""
+    _compiled(heads, cache, scoring, dtype)
 
 
-def _compiled(heads: int, cache: LayerCache, scoring: Scoring) -> CompiledAttention | None:
-    if not compiler.suits(cache.kv):
+def _compiled(
+    heads: int, cache: LayerCache, scoring: Scoring, dtype: torch.dtype
+) -> CompiledAttention | None:
+    if not compiler.suits(dtype, cache.kv.device):
         return None
     from baton.kernels.cpu.paged_attention import paged_attention  # imports llvmlite
 
-    return paged_attention(heads, cache, scoring)
+    return paged_attention(heads, cache, scoring, dtype)
 
 
 def masked_attention(
@@ -147,13 +149,12 @@ def chunk_attention(
 ) -> Tensor:
     """query [T, heads, head_dim] of one sequence's chunk, whose tokens are in the cache
     -> [T, heads * value_dim]. Sinks are as in decode_attention."""
-    if compiled := _compiled(query.shape[1], cache, scoring):
+    if compiled := _compiled(query.shape[1], cache, scoring, query.dtype):
         return compiled.of_chunk(query, cache.kv, reads, sinks)
     found = by_heads(gather(cache, reads.pages), cache, 1).squeeze(1)
     keys, values = keys_values(found[:, :, : reads.end - reads.start].contiguous(), cache)
-    groups = query.view(len(query), len(keys), -1, query.shape[2]).transpose(
-        0, 1
-    )  # [kv_heads, T, group, dim]
+    # [kv_heads, T, group, dim]
+    groups = query.view(len(query), len(keys), -1, query.shape[2]).to(keys.dtype).transpose(0, 1)
     plain = reads.window is None and scoring.cap is None and sinks is None
     if plain and keys.shape == values.shape:
         attended = _causal(groups, keys, values, scoring.scale)
@@ -163,7 +164,7 @@ def chunk_attention(
         attended = masked_attention(
             groups.transpose(1, 2), keys[:, None], values[:, None], reads.mask, scoring, by_group
         ).transpose(1, 2)
-    return attended.transpose(0, 1).reshape(len(query), -1)
+    return attended.transpose(0, 1).reshape(len(query), -1).to(query.dtype)
 
 
 def _causal(groups: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -2,9 +2,11 @@
 
 The memory is [page, layer, k/v, token, kv_head, dim], so a page is contiguous for a transfer.
 k/v are two: keys, then values. Or one: a latent, which is the only key head, and whose first
-numbers are the value. A layer reads and writes the memory as rows: its views start at its own
-offset, so the same row indices, made once per step, serve every layer of a slice
-(engine/layer_slices.py).
+numbers are the value. In int8, dim has the codes of a head's numbers and then the bytes of their
+scale (kernels/int8.py): what moves pages, or heads of them, moves both.
+
+A layer reads and writes the memory as rows: its views start at its own offset, so the same row
+indices, made once per step, serve every layer of a slice (engine/layer_slices.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.kernels import SCALE_BYTES
 from baton.kernels.cpu import compiler
+from baton.kernels.int8 import head_codes, head_numbers
 from baton.kernels.linear import RMSNorm
 
 Norms = tuple[RMSNorm | None, RMSNorm | None]
@@ -27,16 +31,25 @@ class LayerCache(NamedTuple):
     """One layer's keys and values, by page and by token."""
 
     kv: Tensor  # [page, k/v, token, kv_head, dim]
-    pages: Tensor  # [rows, page_size * kv_heads * head_dim]; see gather
-    tokens: Tensor  # [rows, kv_heads * head_dim]; see token_rows
+    pages: Tensor  # [rows, page_size * kv_heads * dim]; see gather
+    tokens: Tensor  # [rows, kv_heads * dim]; see token_rows
     layers: int  # of a page
     table: int  # which of a sequence's tables lists its pages
     value_dim: int  # of a head
 
     @property
+    def scaled(self) -> bool:
+        """Whether keys and values are int8 codes with scales."""
+        return self.kv.dtype == torch.int8
+
+    @property
+    def head_dim(self) -> int:
+        return _head_dim(self.kv)
+
+    @property
     def lanes(self) -> int:
         """Of vectors that divide keys and values evenly; 0: none do."""
-        size = math.gcd(self.kv.shape[4], self.value_dim)
+        size = math.gcd(self.head_dim, self.value_dim)
         return compiler.lanes_for(size, compiler.registers())
 
 
@@ -46,7 +59,7 @@ def layer_caches(
     """Views of kv [page, layer of a page, k/v, token, kv_head, dim], one per layer of the model.
     A latent's `value_dim` must be given. `places` has the table and the place in a page of each
     layer; without, a page has all layers."""
-    _, layers, parts, page_size, _, dim = kv.shape
+    _, layers, parts, page_size = kv.shape[:4]
     pages, tokens = kv.flatten(3).flatten(0, 2), kv.flatten(4).flatten(0, 3)
     return [
         LayerCache(
@@ -55,10 +68,14 @@ def layer_caches(
             tokens[parts * place * page_size :],
             layers,
             table,
-            value_dim or dim,
+            value_dim or _head_dim(kv),
         )
         for table, place in places or [(0, layer) for layer in range(layers)]
     ]
+
+
+def _head_dim(kv: Tensor) -> int:
+    return kv.shape[-1] - (SCALE_BYTES if kv.dtype == torch.int8 else 0)
 
 
 def token_rows(
@@ -71,6 +88,8 @@ def token_rows(
 
 def write_(cache: LayerCache, rows: Tensor, keys_values: Tensor) -> None:
     """Stores keys_values [T, k/v * kv_heads, head_dim], keys first, at rows [T, k/v]."""
+    if cache.scaled:
+        keys_values = head_codes(keys_values)
     cache.tokens.index_put_((rows,), keys_values.reshape(*rows.shape, -1))
 
 
@@ -83,22 +102,24 @@ def gather(cache: LayerCache, pages: Tensor) -> Tensor:
 
 
 def by_heads(found: Tensor, cache: LayerCache, sequences: int) -> Tensor:
-    """Gathered pages as [k/v, sequences, kv_heads, tokens, head_dim]."""
-    _, parts, _, kv_heads, head_dim = cache.kv.shape
-    return found.view(parts, sequences, -1, kv_heads, head_dim).transpose(2, 3)
+    """Gathered pages as [k/v, sequences, kv_heads, tokens, dim]."""
+    _, parts, _, kv_heads, dim = cache.kv.shape
+    return found.view(parts, sequences, -1, kv_heads, dim).transpose(2, 3)
 
 
 def keys_values(found: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
-    """Of found [k/v, ..., head_dim]."""
+    """Of found [k/v, ..., dim]; those of codes in float32."""
+    if cache.scaled:
+        found = head_numbers(found)
     return found[0], found[-1][..., : cache.value_dim]
 
 
-def prepare_rotation(cache: LayerCache) -> None:
-    """Compiles ahead of the first call."""
-    if compiler.suits(cache.kv) and cache.lanes:
+def prepare_rotation(cache: LayerCache, dtype: torch.dtype) -> None:
+    """Compiles ahead of the first call with numbers in `dtype`."""
+    if compiler.suits(dtype, cache.kv.device) and cache.lanes:
         from baton.kernels.cpu.rotation import compiled_rotation  # imports llvmlite
 
-        compiled_rotation(cache.lanes, cache.kv.dtype, cache.kv.shape[1])
+        compiled_rotation(cache.lanes, dtype, cache.kv.dtype, cache.kv.shape[1])
 
 
 def rotate_and_write_(
@@ -112,7 +133,7 @@ def rotate_and_write_(
     """Normalizes the queries and keys of qkv [T, heads + k/v * kv_heads, head_dim] by their norms,
     which are of one head, its first numbers or all heads, rotates them by rotation
     [T, 1, head_dim / 2], each if given, and stores keys and values at rows [T, k/v]."""
-    if compiler.suits(qkv) and cache.lanes:
+    if compiler.suits(qkv.dtype, qkv.device) and cache.lanes:
         from baton.kernels.cpu.rotation import rotate_and_write  # imports llvmlite
 
         rotate_and_write(qkv, heads, norms, rotation, cache, rows)

@@ -1,5 +1,7 @@
-"""Products of weights in int8, which have a scale for each 32 inputs, and rows in int16, which have
-one scale each.
+"""Numbers as int8 codes: weights, keys and values.
+
+Products are of weights in int8, which have a scale for each 32 inputs, and rows in int16, which
+have one scale each.
 
     x @ weight.T = row's scale * sum over groups of (sum of codes' products) * (output's scale)
 
@@ -9,6 +11,8 @@ order. So a row's result does not depend on the other rows, on tiles or on threa
 
 Rows in int8 would be twice as fast to multiply, but lose more than weights do, even with a scale
 for each 32 inputs.
+
+A key or value of one head has one scale, which is behind its codes.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.kernels import SCALE_BYTES
+
 GROUP = 32
-MOST_OF_WEIGHT = 127.0
+MOST = 127.0
 MOST_OF_ROW = 127.0 * 256
 """So that its upper byte is a code of int8, and its lower byte another."""
 
@@ -47,7 +53,7 @@ class Int8Weight(NamedTuple):
 
 def quantize_weight(weight: Tensor) -> Int8Weight:
     """weight [outputs, inputs]"""
-    codes, scales = _quantize(_grouped(weight.float()), MOST_OF_WEIGHT)
+    codes, scales = _quantize(_grouped(weight.float()), MOST)
     codes = codes.to(torch.int8).flatten(1)[:, : weight.shape[1]]
     return Int8Weight(codes.contiguous(), scales, weight.dtype)
 
@@ -61,6 +67,19 @@ def int8_product(x: Tensor, weight: Int8Weight) -> Tensor:
         sums = torch.mm(codes[:, part].double(), weight.codes[:, part].double().t())  # exact
         total += sums.float() * factors
     return total * scales.unsqueeze(1)
+
+
+def head_codes(heads: Tensor) -> Tensor:
+    """heads [..., head_dim] -> [..., head_dim + SCALE_BYTES], int8. Compiled code
+    (kernels/cpu/rotation.py) gives the same bits."""
+    codes, scales = _quantize(heads.float(), MOST)
+    return torch.cat((codes.to(torch.int8), scales.unsqueeze(-1).view(torch.int8)), dim=-1)
+
+
+def head_numbers(codes: Tensor) -> Tensor:
+    """What `head_codes` stand for, [..., head_dim], float32."""
+    scales = codes[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return codes[..., :-SCALE_BYTES] * scales
 
 
 def _quantize(x: Tensor, most: float) -> tuple[Tensor, Tensor]:

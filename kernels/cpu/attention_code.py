@@ -91,6 +91,7 @@ class Scratch:
             "merged": rows * shape.part_numbers,
             "keys": laid_out,
             "values": laid_out,
+            "scales": 2 * SPLIT if shape.scaled else 0,
         }
         self._operand = shape.operand
         self._starts, start = {}, 0
@@ -206,7 +207,7 @@ class AttentionCode:
         shape = self._shape
         begin = (number * SPLIT).at_least(first // shape.aligned * shape.aligned)
         stop = ((number + 1) * SPLIT).at_most(end)
-        keys = given.memory("cache", shape.element).from_(kv_head * shape.head_dim)
+        keys = given.memory("cache", shape.stored).from_(kv_head * shape.head_stride)
         values = keys.from_(shape.value_offset)
         places = memory["places"].of(COUNT)
         split = ContextSplit(keys, values, places, (stop - begin).at_least(0))

@@ -2,7 +2,7 @@
 
 VectorProducts computes both with vectors and reads keys and values where they are. TileProducts
 is for bfloat16 on tile registers (amx.py), where keys and values are the weights of a product:
-they are laid out so once per split.
+they are laid out so once per split. Both multiply int8 codes as they are (attention_tile.py).
 
     scores     [rows, head_dim] x [head_dim, tokens], 64 tokens at a time
     values     [rows, tokens] x [tokens, value_dim], 32 tokens at a time
@@ -17,7 +17,16 @@ from llvmlite import ir
 from baton.kernels.cpu import amx
 from baton.kernels.cpu.attention_shape import WEIGHTS_STRIDE, ContextSplit, Heads, Step
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
-from baton.kernels.cpu.vectors import BFLOAT16, FLOAT, QUAD, Floats, paired, totals, transposed
+from baton.kernels.cpu.vectors import (
+    BFLOAT16,
+    FLOAT,
+    QUAD,
+    Floats,
+    paired,
+    size_of,
+    totals,
+    transposed,
+)
 
 LINE = 64
 """Bytes of a cache line."""
@@ -71,7 +80,7 @@ class VectorProducts:
         shape, types = self._shape, [POINTER, POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, f"scores_{rows}", types, lanes=shape.lanes)
         query, keys, places, tokens, scores = code.arguments
-        keys, places = keys.of(shape.element), places.of(COUNT)
+        keys, places = keys.of(shape.stored), places.of(COUNT)
         with code.loop(0, tokens, step=QUAD) as first:
             last = tokens - 1
             at = [keys.from_(places.count((first + each).at_most(last))) for each in range(QUAD)]
@@ -111,7 +120,7 @@ class VectorProducts:
         shape, types = self._shape, [POINTER, POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, f"values_{rows}", types, lanes=shape.lanes)
         weights, values, places, tokens, parts = code.arguments
-        values, places, vectors = values.of(shape.element), places.of(COUNT), shape.vectors(rows)
+        values, places, vectors = values.of(shape.stored), places.of(COUNT), shape.vectors(rows)
         with code.loop(0, shape.value_dim, step=vectors * shape.lanes) as start:
             places_of_sums = [
                 start + (row * shape.part_numbers + vector * shape.lanes)
@@ -190,12 +199,12 @@ class TileProducts:
         code = Function(self._module, "lay_out_keys", types, lanes=amx.LANES)
         keys, places, tokens, out = code.arguments
         with code.loop(0, tokens, step=amx.HALF) as first:
-            at = _places(keys, places, first, tokens, amx.HALF)
+            at = _places(keys.of(shape.stored), places, first, tokens, amx.HALF)
             for key in at:
                 prefetch_value(shape, key)
             with code.loop(0, shape.head_dim, step=amx.INPUTS) as dim:
                 target = out.from_(first * (shape.head_dim // 2) + dim * (amx.HALF // 2))
-                pairs = transposed([key.from_(dim).of(FLOAT).vector() for key in at])
+                pairs = transposed([_pairs(key.from_(dim)) for key in at])
                 for pair, of_tokens in enumerate(pairs):
                     target.put(of_tokens, pair * amx.HALF)
         code.end()
@@ -209,7 +218,7 @@ class TileProducts:
         values, places, tokens, out = code.arguments
         blocks = (tokens + amx.INPUTS - 1) // amx.INPUTS
         with code.loop(0, blocks * amx.INPUTS, step=2) as first:
-            low, high = _places(values, places, first, tokens, 2)
+            low, high = _places(values.of(shape.stored), places, first, tokens, 2)
             block = out.from_(first // amx.INPUTS * (amx.HALF * shape.value_dim))
             with code.loop(0, shape.value_dim, step=amx.HALF) as dim:
                 pairs = paired(low.vector(dim), high.vector(dim))
@@ -260,14 +269,23 @@ def products_of(module: ir.Module, shape: Heads) -> VectorProducts | TileProduct
 def prefetch_value(shape: Heads, key: Memory) -> None:
     """The value of a key's token, for the weighted sum: rows are too far apart for the hardware's
     prefetcher."""
-    size = 4 if shape.element == FLOAT else 2
-    for start in range(0, shape.value_dim if shape.value_offset else 0, LINE // size):
+    line = LINE // size_of(shape.stored)
+    for start in range(0, shape.value_dim if shape.value_offset else 0, line):
         key.prefetch(shape.value_offset + start)
 
 
 def _places(
     numbers: Memory, places: Memory, first: Count, tokens: Count, count: int
 ) -> list[Memory]:
-    """The bfloat16 numbers of tokens from the first on; past the last token, its own."""
-    numbers, places, last = numbers.of(BFLOAT16), places.of(COUNT), tokens - 1
+    """The numbers of tokens from the first on; past the last token, its own."""
+    places, last = places.of(COUNT), tokens - 1
     return [numbers.from_(places.count((first + each).at_most(last))) for each in range(count)]
+
+
+def _pairs(numbers: Memory) -> Floats:
+    """32 numbers as bfloat16, two in each lane."""
+    if numbers.element == BFLOAT16:
+        return numbers.of(FLOAT).vector()
+    every = numbers.in_lanes(2 * numbers.lanes).vector()
+    even, odd = (list(range(first, every.lanes, 2)) for first in (0, 1))
+    return paired(every.arranged(every, even), every.arranged(every, odd))

@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from baton.kernels.cpu import amx
 from baton.kernels.cpu.ir_builder import Count, Memory
-from baton.kernels.cpu.vectors import BFLOAT16, FLOAT, QUAD
+from baton.kernels.cpu.vectors import BFLOAT16, CODE, FLOAT, QUAD
 
 SPLIT = 256
 """Tokens whose weights share one greatest score; a multiple of any number of lanes."""
@@ -28,12 +28,19 @@ class Heads:
     value_dim: int
     value_offset: int  # numbers from a key to its value; 0: the key's first are its value
     page_size: int
-    element: ir.Type  # of queries, keys, values and results
+    head_stride: int  # numbers from one head's key to the next's
+    element: ir.Type  # of queries and results
+    stored: ir.Type  # of keys and values; int8 codes have their scale behind them
     lanes: int
     registers: int
     scale: float  # of scores
     cap: float | None
     amx: bool = False  # products are of tile registers (amx.py)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether keys and values are codes with scales."""
+        return bool(self.stored == CODE)
 
     @property
     def operand(self) -> ir.Type:
@@ -66,7 +73,7 @@ class Heads:
 
     @property
     def token_stride(self) -> int:
-        return self.kv_heads * self.head_dim
+        return self.kv_heads * self.head_stride
 
     @property
     def part_numbers(self) -> int:

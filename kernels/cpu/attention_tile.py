@@ -11,6 +11,9 @@ passes over its tokens:
     3. the sum of the weighted values, token by token; or on tile registers, 32 tokens by 32,
        from a position that is a multiple of 32
 
+Where keys and values are int8 codes, passes 1 and 3 multiply codes, and pass 2 what these lack:
+scores by the scales of keys, and weights, once they are summed, by those of values.
+
 None of these sums depends on how many rows are computed together, nor on which tokens of the
 split other rows see: what a row does not see has weight 0, which changes no sum. So the same
 position has the same result as a single query and within a prompt's chunk of any size, in
@@ -25,9 +28,16 @@ from contextlib import contextmanager
 from llvmlite import ir
 
 from baton.kernels.cpu.attention_products import products_of
-from baton.kernels.cpu.attention_shape import WEIGHTS_STRIDE, ContextSplit, Heads, PageTable, Step
+from baton.kernels.cpu.attention_shape import (
+    SPLIT,
+    WEIGHTS_STRIDE,
+    ContextSplit,
+    Heads,
+    PageTable,
+    Step,
+)
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
-from baton.kernels.cpu.vectors import constant, exp_of_negative, tanh
+from baton.kernels.cpu.vectors import FLOAT, constant, exp_of_negative, tanh
 
 LEAST = -3e38
 """Less than any score."""
@@ -39,6 +49,7 @@ class Tiles:
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
         self._weigh, self._products = self._weights(), products_of(module, shape)
+        self._copy_scales = self._scales() if shape.scaled else None
 
     def make_parts(
         self,
@@ -52,6 +63,10 @@ class Tiles:
         the first token that a row sees and the one after its last, weights and parts. `step`
         tokens at a time are read for all rows; sums go on in order."""
         self._products.lay_out(code, memory, split)
+        if self._copy_scales:
+            for place, heads in enumerate((split.keys, split.values)):
+                target = memory["scales"].from_(place * SPLIT)
+                code.call(self._copy_scales, heads, split.places, split.tokens, target)
         with self._steps(code, rows, memory, split, step) as at:
             self._products.scores(code, at, memory, split)
         with code.loop(0, rows) as row:
@@ -59,9 +74,8 @@ class Tiles:
             first, end = bounds.count(row * 2), bounds.count(row * 2 + 1)
             tokens = self._tokens_of_tile(bounds, rows, row)
             part = memory["parts"].from_(row * self._shape.part_numbers)
-            code.call(
-                self._weigh, memory["weights"].from_(row * WEIGHTS_STRIDE), tokens, first, end, part
-            )
+            scores = memory["weights"].from_(row * WEIGHTS_STRIDE)
+            code.call(self._weigh, scores, tokens, first, end, part, memory["scales"])
         with self._steps(code, rows, memory, split, step) as at:
             self._products.values(code, at, memory, split)
 
@@ -90,14 +104,29 @@ class Tiles:
         last = ((row // size + 1) * size).at_most(rows)
         return bounds.count(last * 2 - 1)
 
+    def _scales(self) -> Function:
+        """Copies those of a split's keys or values: (keys or values, places, tokens, scales)"""
+        types = [POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, "scales", types, lanes=1)
+        heads, places, tokens, scales = code.arguments
+        heads, places = heads.of(self._shape.stored), places.of(COUNT)
+        with code.loop(0, tokens) as token:
+            scale = heads.from_(places.count(token) + self._shape.head_dim).of(FLOAT)
+            scales.put(scale.vector(), token)
+        code.end()
+        return code
+
     def _weights(self) -> Function:
         """Turns a row's scores into weights, 0 for tokens it does not see, and begins its part with
-        the greatest score and the sum of the weights: (scores, tokens, first, end, part)"""
-        shape, types = self._shape, [POINTER, COUNT, COUNT, COUNT, POINTER]
+        the greatest score and the sum of the weights: (scores, tokens, first, end, part, scales)"""
+        shape, types = self._shape, [POINTER, COUNT, COUNT, COUNT, POINTER, POINTER]
         code = Function(self._module, "weights", types, lanes=shape.lanes)
-        scores, tokens, first, end, part = code.arguments
+        scores, tokens, first, end, part, scales = code.arguments
         vectors = (tokens + shape.aligned - 1) // shape.aligned * shape.aligned
         scale = shape.scale if shape.cap is None else 1.0
+        if shape.scaled:
+            with code.loop(0, vectors, step=shape.lanes) as token:
+                scores.put(scores.vector(token) * scales.vector(token), token)
         if shape.cap is not None:
             with code.loop(0, vectors, step=shape.lanes) as token:
                 share = scores.vector(token) * (shape.scale / shape.cap)
@@ -113,10 +142,12 @@ class Tiles:
         with code.sum_loop(0, vectors, [code.zero()], step=shape.lanes) as (token, sums):
             score = scores.vector(token)
             weight = exp_of_negative(below.plus_product(score, scale))
-            weight = weight.where(score.above(LEAST / 2), code.zero())
+            seen, share = score.above(LEAST / 2), weight
+            if shape.scaled:
+                share = weight * scales.vector(token + SPLIT)
             # What is narrower than a score is not written past the scores that were read.
-            scores.of(shape.operand).put(weight, token)
-            sums[0] = sums[0] + weight
+            scores.of(shape.operand).put(share.where(seen, code.zero()), token)
+            sums[0] = sums[0] + weight.where(seen, code.zero())
         with code.loop(0, shape.value_dim, step=shape.lanes) as at:
             part.put(code.zero(), at)
         notes = part.from_(shape.value_dim)

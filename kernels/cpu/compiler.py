@@ -14,7 +14,7 @@ import platform
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,6 +23,9 @@ from baton.kernels.cpu import code_cache
 if TYPE_CHECKING:
     from llvmlite import ir
     from llvmlite.binding import TargetMachine
+    from torch import Tensor
+
+    from baton.kernels.cpu.recording import CallRecording
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +135,8 @@ def _host() -> tuple[str, str, str, str]:
 
 def run(work: int, arguments: ctypes.Structure, *, alone: bool = False) -> None:
     """Calls the compiled function at `work` on each of torch's threads, or on this one alone."""
+    if _scratch.recording is not None:
+        _scratch.recording.add(work, arguments, alone=alone)
     if alone:
         _function(work)(ctypes.byref(arguments))
     else:
@@ -144,13 +149,24 @@ def _function(address: int) -> Callable[..., None]:
 
 
 class _Scratch(threading.local):
-    """A thread's buffer, for the duration of a call."""
+    """A thread's buffer, for the duration of a call, and what its calls are added to."""
 
     buffer = torch.empty(0)
     numbers = 0
+    recording: CallRecording | None = None
 
 
 _scratch = _Scratch()
+
+
+def start_recording(recording: CallRecording) -> Tensor:
+    """From now on this thread's calls are added to it. Returns the buffer that they may use."""
+    _scratch.recording = recording
+    return _scratch.buffer
+
+
+def end_recording() -> None:
+    _scratch.recording = None
 
 
 def scratch(*sizes: int) -> list[int]:
@@ -165,19 +181,11 @@ def scratch(*sizes: int) -> list[int]:
     return [base + 4 * start for start in starts[:-1]]
 
 
-class _Typed(Protocol):
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-def suits(tensor: _Typed) -> bool:
-    """Whether compiled code supports this type and device."""
-    if tensor.device.type != "cpu" or not available():
+def suits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether compiled code computes in this type on this device."""
+    if device.type != "cpu" or not available():
         return False
-    return tensor.dtype in (torch.float32, torch.bfloat16)
+    return dtype in (torch.float32, torch.bfloat16)
 
 
 @functools.cache
@@ -247,6 +255,12 @@ def _parallel() -> Callable[..., None]:
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     function.restype = None
     return function
+
+
+@functools.cache
+def openmp_function(name: str) -> int | None:
+    """Its address."""
+    return ctypes.cast(getattr(_openmp(), name), ctypes.c_void_p).value
 
 
 @functools.cache

@@ -4,8 +4,9 @@
         total = total + numbers.vector(row * 4) * weight
 
 A `Count` is a 64-bit integer, `Floats` (vectors.py) the float32 of one vector, `Memory` an
-address of float32, bfloat16 or counts. They are values of the compiled code; what Python
-computes is a constant there. bfloat16 exists in memory alone: loads widen it, stores round it.
+address of float32, bfloat16, int8 or counts. They are values of the compiled code; what Python
+computes is a constant there. bfloat16 and int8 exist in memory alone: loads widen them, stores
+round to them.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from llvmlite import ir
 
 from baton.kernels.cpu.vectors import (
+    CODE,
     FLOAT,
     LANE,
     QUAD,
     Floats,
+    Integers,
+    codes_of,
     constant,
     declare,
     narrowed,
     repeat,
+    size_of,
     widened,
 )
 
 COUNT, POINTER = ir.IntType(64), ir.PointerType()
+
+Sum = TypeVar("Sum", Floats, Integers)
 
 
 def _count_operator(operation: str) -> Callable[[Count, Count | int], Count]:
@@ -73,7 +80,7 @@ def number(value: Count | int) -> ir.Value:
 
 
 class Memory:
-    """An address; indices count its elements: float32, bfloat16 or counts."""
+    """An address; indices count its elements: float32, bfloat16, int8 or counts."""
 
     def __init__(
         self, builder: ir.IRBuilder, value: ir.Value, lanes: int, element: ir.Type = FLOAT
@@ -95,8 +102,8 @@ class Memory:
 
     def vector(self, index: Count | int = 0) -> Floats:
         kind = ir.VectorType(self.element, self.lanes)
-        size = 4 if self.element == FLOAT else 2
-        loaded = self.builder.load(self.from_(index).value, typ=kind, align=size)
+        at, size = self.from_(index).value, size_of(self.element)
+        loaded = self.builder.load(at, typ=kind, align=size)
         if self.element == FLOAT:
             return Floats(self.builder, loaded)
         return widened(self.builder, loaded)
@@ -117,9 +124,10 @@ class Memory:
 
     def put(self, numbers: Floats, index: Count | int = 0) -> None:
         if self.element == FLOAT:
-            self.builder.store(numbers.value, self.from_(index).value, align=4)
+            stored = numbers.value
         else:
-            self.builder.store(narrowed(numbers), self.from_(index).value, align=2)
+            stored = codes_of(numbers) if self.element == CODE else narrowed(numbers)
+        self.builder.store(stored, self.from_(index).value, align=size_of(self.element))
 
     def count(self, index: Count | int = 0) -> Count:
         return Count(self.builder, self.builder.load(self.from_(index).value, typ=COUNT, align=8))
@@ -179,8 +187,8 @@ class Function:
 
     @contextmanager
     def sum_loop(
-        self, start: Count | int, stop: Count | int, sums: list[Floats], step: int = 1
-    ) -> Iterator[tuple[Count, list[Floats]]]:
+        self, start: Count | int, stop: Count | int, sums: list[Sum], step: int = 1
+    ) -> Iterator[tuple[Count, list[Sum]]]:
         """A loop with `sums` in registers: its body replaces the values of the given list, which
         holds the last ones after the loop."""
         builder, before = self.builder, self.builder.block
@@ -195,14 +203,14 @@ class Function:
         count = Count(builder, index)
         builder.cbranch(count.compare("<", stop), body, after)
         builder.position_at_end(body)
-        running = [Floats(builder, phi) for phi in carried]
+        running = [type(first)(builder, phi) for phi, first in zip(carried, sums, strict=True)]
         yield count, running
         index.add_incoming((count + step).value, builder.block)
         for phi, now in zip(carried, running, strict=True):
             phi.add_incoming(now.value, builder.block)
         builder.branch(head)
         builder.position_at_end(after)
-        running[:] = [Floats(builder, phi) for phi in carried]
+        running[:] = [type(now)(builder, phi) for phi, now in zip(carried, running, strict=True)]
 
     @contextmanager
     def claim(self, counter: Memory, items: Count) -> Iterator[Count]:

@@ -102,14 +102,15 @@ class CompiledAttention:
         return (self._no_sinks if sinks is None else sinks).data_ptr()
 
 
-def paged_attention(heads: int, cache: LayerCache, scoring: Scoring) -> CompiledAttention | None:
-    """None where there is no code for the shape."""
-    kv, value_dim = cache.kv, cache.value_dim
-    whole = math.gcd(kv.shape[-1], value_dim) % amx.INPUTS == 0
-    tiles = kv.dtype == torch.bfloat16 and whole and compiler.has_amx()
-    return _compiled(
-        heads, *kv.shape[1:], value_dim, scoring, kv.dtype, compiler.registers(), tiles
-    )
+def paged_attention(
+    heads: int, cache: LayerCache, scoring: Scoring, dtype: torch.dtype
+) -> CompiledAttention | None:
+    """Of queries in `dtype`; None where there is no code for the shape."""
+    kv, sizes = cache.kv, (cache.head_dim, cache.value_dim)
+    whole = math.gcd(*sizes) % amx.INPUTS == 0
+    tiles = dtype == torch.bfloat16 and whole and compiler.has_amx()
+    registers = compiler.registers()
+    return _compiled(heads, *kv.shape[1:], *sizes, scoring, dtype, kv.dtype, registers, tiles)
 
 
 @functools.cache
@@ -118,10 +119,12 @@ def _compiled(
     parts: int,
     page_size: int,
     kv_heads: int,
+    head_stride: int,
     head_dim: int,
     value_dim: int,
     scoring: Scoring,
     dtype: torch.dtype,
+    stored: torch.dtype,
     registers: Registers,
     tiles: bool,
 ) -> CompiledAttention | None:
@@ -134,9 +137,11 @@ def _compiled(
             kv_heads,
             head_dim,
             value_dim,
-            (parts - 1) * page_size * kv_heads * head_dim,
+            (parts - 1) * page_size * kv_heads * head_stride,
             page_size,
+            head_stride,
             element_of(dtype),
+            element_of(stored),
             lanes,
             registers.number,
             *scoring,

@@ -19,7 +19,7 @@ from baton.kernels.cpu.product import (
     Tile,
     library,
 )
-from baton.kernels.cpu.vectors import QUAD, element_of
+from baton.kernels.cpu.vectors import element_of
 from baton.kernels.int8 import Int8Weight
 from baton.kernels.linear import Activation, RMSNorm
 
@@ -31,7 +31,7 @@ def host_tile(weight: Tensor | Int8Weight) -> Tile:
     """The tile that fills this CPU's registers."""
     registers, element = compiler.registers(), element_of(weight.dtype)
     if isinstance(weight, Int8Weight):
-        return Tile(QUAD, int8_product.ROWS, element, codes=True)
+        return Tile(*int8_product.tile_sizes(), element, codes=True)
     if weight.dtype == torch.bfloat16 and weight.shape[1] % amx.INPUTS == 0 and compiler.has_amx():
         return Tile(amx.LANES, amx.ROWS, element, amx=True)
     return Tile(registers.lanes, 4 if registers.number == AVX2.number else 8, element)
@@ -71,30 +71,45 @@ class Panels:
         names = ("lay_out", "product", *GATES)
         self._addresses = {name: compiled.address(name) for name in names}
 
-    def product(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """x [rows, inputs], normalized if a norm is given -> [rows, outputs]."""
-        return self._product(x, norm, self._addend, 0)
+    def product(self, x: Tensor, norm: RMSNorm | None, added: Tensor | None = None) -> Tensor:
+        """x [rows, inputs], normalized if a norm is given -> [rows, outputs], with what is `added`
+        to each row."""
+        return self._product(x, norm, *self._addends(added))
+
+    def _addends(self, added: Tensor | None) -> tuple[Tensor, int]:
+        """What the product's sums begin with, and from row to row."""
+        if added is None:
+            return self._addend, 0
+        if self._missing:
+            added = functional.pad(added, (0, self._missing))
+        return (added if self._bias is None else added + self._bias).contiguous(), self._outputs
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [rows, outputs] + the product of x."""
-        if self._missing:
-            residual = functional.pad(residual, (0, self._missing))
-        addend = residual if self._bias is None else residual + self._bias
-        return self._product(x, None, addend, self._outputs)
+        return self._product(x, None, *self._addends(residual))
 
-    def gated(self, up: Panels, x: Tensor, norm: RMSNorm | None, activation: Activation) -> Tensor:
-        """activation(self's product) * up's."""
+    def gated(
+        self,
+        up: Panels,
+        x: Tensor,
+        norm: RMSNorm | None,
+        activation: Activation,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """activation(self's product) * up's, with what is `added` to each row of both."""
         x = x.contiguous()
+        halves = (None, None) if added is None else added.chunk(2, dim=1)
+        (addend, stride), (up_addend, _) = self._addends(halves[0]), up._addends(halves[1])
         gated = x.new_empty(x.shape[0], self._outputs)
         size = gated.numel()
         blocks, gate, raised = compiler.scratch(self._block_numbers(x), size, size)
-        arguments = self._arguments(x, norm, blocks, self._addend, 0, gate)
-        arguments.up_panels, arguments.up_addend = up._panels.data_ptr(), up._addend.data_ptr()
+        arguments = self._arguments(x, norm, blocks, addend, stride, gate)
+        arguments.up_panels, arguments.up_addend = up._panels.data_ptr(), up_addend.data_ptr()
         arguments.up_out, arguments.gated = raised, gated.data_ptr()
         return self._run(activation, arguments, gated)
 
     def _product(self, x: Tensor, norm: RMSNorm | None, addend: Tensor, stride: int) -> Tensor:
-        x, addend = x.contiguous(), addend.contiguous()
+        x = x.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
         (blocks,) = compiler.scratch(self._block_numbers(x))
         arguments = self._arguments(x, norm, blocks, addend, stride, out.data_ptr())

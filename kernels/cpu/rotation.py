@@ -1,5 +1,5 @@
 """Compiled code that normalizes queries and keys, rotates them by their positions, and stores
-keys and values.
+keys and values, as they are or as codes (kernels/int8.py).
 
 A pair of neighbouring numbers is complex: (a, b) rotated by (c, s) is
 (a * c - b * s, b * c + a * s). Every number is computed from its own head's alone, or, if the
@@ -16,11 +16,14 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from baton.kernels import SCALE_BYTES
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import Library
+from baton.kernels.cpu.int8_product import factor_and_scale
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.norm import inverse_root
-from baton.kernels.cpu.vectors import FLOAT, Floats, element_of, vector_of
+from baton.kernels.cpu.vectors import CODE, FLOAT, Floats, element_of, vector_of
+from baton.kernels.int8 import MOST
 from baton.kernels.linear import RMSNorm
 
 if TYPE_CHECKING:
@@ -45,7 +48,8 @@ class RotationArguments(ctypes.Structure):
         ("key_epsilon", ctypes.c_float),
         ("rotation", ctypes.c_void_p),  # float32 [rows, head_dim], complex; or null
         ("head_dim", ctypes.c_int64),
-        ("tokens", ctypes.c_void_p),  # [any, key_numbers]
+        ("tokens", ctypes.c_void_p),  # [any, token_numbers]
+        ("token_numbers", ctypes.c_int64),  # of a token's keys, with their scales
         ("places", ctypes.c_void_p),  # [rows, k/v], where a row's key and value go in tokens
         ("rows_claimed", ctypes.c_int64),  # 0 at first
     )
@@ -62,8 +66,8 @@ def rotate_and_write(
     """qkv [T, heads + k/v * kv_heads, head_dim], norms of queries and keys, rotation
     [T, 1, head_dim / 2], complex, and places [T, k/v], rows of cache.tokens."""
     (rows, _, head_dim), tokens = qkv.shape, cache.tokens
-    arguments = RotationArguments(rows, qkv.data_ptr(), heads * head_dim, tokens.shape[1])
-    numbers = {"query": heads * head_dim, "key": tokens.shape[1]}
+    numbers = {"query": heads * head_dim, "key": cache.kv.shape[3] * head_dim}
+    arguments = RotationArguments(rows, qkv.data_ptr(), *numbers.values())
     for kind, norm in zip(numbers, norms, strict=True):
         if norm:
             size = len(norm.wide)
@@ -74,7 +78,8 @@ def rotate_and_write(
     arguments.rotation = None if rotation is None else rotation.data_ptr()
     arguments.head_dim = head_dim
     arguments.tokens, arguments.places = tokens.data_ptr(), places.data_ptr()
-    address = compiled_rotation(cache.lanes, qkv.dtype, cache.kv.shape[1])
+    arguments.token_numbers = tokens.shape[1]
+    address = compiled_rotation(cache.lanes, qkv.dtype, tokens.dtype, cache.kv.shape[1])
     compiler.run(address, arguments, alone=rows <= FEW_ROWS)
 
 
@@ -83,17 +88,18 @@ FEW_ROWS = 8
 
 
 @functools.cache
-def compiled_rotation(lanes: int, dtype: torch.dtype, parts: int) -> int:
+def compiled_rotation(lanes: int, dtype: torch.dtype, stored: torch.dtype, parts: int) -> int:
     """The address of the compiled function; `parts` are k/v."""
-    return _library(lanes, element_of(dtype), parts).address("rotate_and_write")
+    kinds = element_of(dtype), element_of(stored)
+    return _library(lanes, *kinds, parts).address("rotate_and_write")
 
 
 @functools.cache
-def _library(lanes: int, element: ir.Type, parts: int) -> Library:
-    return Library(_module, lanes, element, parts)
+def _library(lanes: int, element: ir.Type, stored: ir.Type, parts: int) -> Library:
+    return Library(_module, lanes, element, stored, parts)
 
 
-def _module(lanes: int, element: ir.Type, parts: int) -> ir.Module:
+def _module(lanes: int, element: ir.Type, stored: ir.Type, parts: int) -> ir.Module:
     module = ir.Module("rotation")
     code = Function(module, "rotate_and_write", [POINTER], lanes=lanes, exported=True)
     given = Arguments(code.arguments[0], RotationArguments)
@@ -110,11 +116,28 @@ def _module(lanes: int, element: ir.Type, parts: int) -> ir.Module:
             _rotate(code, numbers, queries + keys, rotation.from_(row * head_dim), head_dim)
         for part in range(parts):
             place = given.memory("places", COUNT).count(row * parts + part)
-            target = given.memory("tokens", element).from_(place * keys)
-            with code.loop(0, keys, step=lanes) as index:
-                target.put(numbers.vector(queries + keys * part + index), index)
+            target = given.memory("tokens", stored).from_(place * given.count("token_numbers"))
+            source = numbers.from_(queries + keys * part)
+            if stored == CODE:
+                _put_codes(code, source, target, keys // head_dim, head_dim)
+            else:
+                with code.loop(0, keys, step=lanes) as index:
+                    target.put(source.vector(index), index)
     code.end()
     return module
+
+
+def _put_codes(
+    code: Function, source: Memory, target: Memory, heads: Count, head_dim: Count
+) -> None:
+    """Each head's numbers as codes, and their scale behind them."""
+    with code.loop(0, heads) as head:
+        numbers = source.from_(head * head_dim)
+        codes = target.from_(head * (head_dim + SCALE_BYTES))
+        factor, scale = factor_and_scale(code, numbers.vector, head_dim, MOST)
+        with code.loop(0, head_dim, step=code.lanes) as at:
+            codes.put(numbers.vector(at) * factor, at)
+        codes.from_(head_dim).of(FLOAT).in_lanes(1).put(scale.arranged(scale, [0]))
 
 
 def _normalize(

@@ -19,12 +19,17 @@ QUAD = 4
 """Lanes of the smallest vectors."""
 
 FLOAT = ir.FloatType()
-BFLOAT16, LANE = ir.IntType(16), ir.IntType(32)
+CODE, BFLOAT16, LANE = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
 
 def element_of(dtype: torch.dtype) -> ir.Type:
     """Of memory that holds such numbers."""
-    return {torch.float32: FLOAT, torch.bfloat16: BFLOAT16}[dtype]
+    return {torch.float32: FLOAT, torch.bfloat16: BFLOAT16, torch.int8: CODE}[dtype]
+
+
+def size_of(element: ir.Type) -> int:
+    """Bytes in memory."""
+    return 4 if element == FLOAT else int(element.width) // 8
 
 
 def floats_type(lanes: int) -> ir.VectorType:
@@ -132,6 +137,26 @@ class Floats:
         return Floats(self.builder, self.builder.call(intrinsic, values, fastmath=fastmath))
 
 
+class Integers:
+    """The integers of 32 bits of one vector."""
+
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+        self.builder, self.value = builder, value
+
+    def plus_pairs(self, one: ir.Value, other: ir.Value) -> Integers:
+        """Adds the products of each lane's two numbers of 16 bits: VPMADDWD and a sum, or
+        VPDPWSSD."""
+        builder, whole = self.builder, ir.VectorType(LANE, one.type.count)
+        products = builder.mul(*(builder.sext(each, whole) for each in (one, other)))
+        places = (lane_numbers(list(range(first, whole.count, 2))) for first in (0, 1))
+        halves = [builder.shuffle_vector(products, products, each) for each in places]
+        return Integers(builder, builder.add(self.value, builder.add(*halves)))
+
+    def as_floats(self) -> Floats:
+        kind = floats_type(self.value.type.count)
+        return Floats(self.builder, self.builder.sitofp(self.value, kind))
+
+
 def constant(builder: ir.IRBuilder, value: float, lanes: int) -> Floats:
     return vector_of(builder, [value] * lanes)
 
@@ -217,10 +242,14 @@ def tanh(x: Floats) -> Floats:
     return one - (one + one) / (one + exp(x + x))
 
 
-def widened(builder: ir.IRBuilder, halves: ir.Value) -> Floats:
-    """bfloat16 numbers, as float32."""
-    lanes = halves.type.count
-    words = builder.zext(halves, ir.VectorType(LANE, lanes))
+def widened(builder: ir.IRBuilder, stored: ir.Value) -> Floats:
+    """bfloat16 numbers or int8 codes, as float32."""
+    lanes = stored.type.count
+    integers = ir.VectorType(LANE, lanes)
+    if stored.type.element == CODE:
+        whole = builder.sext(stored, integers)
+        return Floats(builder, builder.sitofp(whole, floats_type(lanes)))
+    words = builder.zext(stored, integers)
     bits = builder.shl(words, lane_numbers([16] * lanes))
     return Floats(builder, builder.bitcast(bits, floats_type(lanes)))
 
@@ -245,6 +274,19 @@ def narrowed(numbers: Floats) -> ir.Value:
     is_nan = builder.fcmp_unordered("uno", numbers.value, numbers.value)
     chosen = builder.select(is_nan, lane_numbers([0x7FC00000] * lanes), rounded)
     return builder.trunc(builder.lshr(chosen, sixteen), ir.VectorType(BFLOAT16, lanes))
+
+
+def whole_numbers(numbers: Floats) -> ir.Value:
+    """Rounded to integers of 32 bits: to the nearest, of two the even one."""
+    integers = ir.VectorType(LANE, numbers.lanes)
+    name = f"llvm.fptosi.sat.v{numbers.lanes}i32.v{numbers.lanes}f32"
+    convert = declare(numbers.builder.module, name, integers, [numbers.value.type])
+    return numbers.builder.call(convert, [numbers.nearest().value])
+
+
+def codes_of(numbers: Floats) -> ir.Value:
+    """Numbers from -127 to 127, rounded to int8."""
+    return numbers.builder.trunc(whole_numbers(numbers), ir.VectorType(CODE, numbers.lanes))
 
 
 def paired(low: Floats, high: Floats) -> Floats:

@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton.compiler
 from torch import Tensor
@@ -21,9 +22,13 @@ from triton.runtime import driver
 
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
+from baton.engine.gpu.adapter_slots import AdapterSlots
+from baton.engine.gpu.batch import Ints
+from baton.engine.gpu.device import AdapterRoom
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.gpu.start import _rehearse, _rehearse_steps
 from baton.engine.page_groups import make_pool
+from baton.engine.step import Plan
 from baton.engine.weights import load_model
 from baton.kernels.gpu.compile import compiling
 
@@ -51,6 +56,11 @@ def multiply(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     return x.new_empty(len(x), weight.shape[1]) if out is None else out
 
 
+def first_slots(plan: Plan) -> Ints:
+    """As AdapterSlots.slots_of, where all have the same adapter."""
+    return np.zeros(sum(plan.values()), np.int32)
+
+
 def main(folder: Path) -> None:
     driver.set_active(Hopper())
     triton.compiler.compile = lambda source, **options: object()
@@ -62,7 +72,9 @@ def main(folder: Path) -> None:
     shape = read_architecture(folder)
     model = load_model(Checkpoint(folder), shape, torch.bfloat16, "cpu")
     size = shape.pages_shape(PAGES, PAGE_SIZE)
-    runner = GpuRunner(model, torch.zeros(size, dtype=torch.bfloat16), CONTEXT, 64)
+    kv = torch.zeros(size, dtype=torch.bfloat16)
+    adapters = AdapterSlots(model, AdapterRoom(4, 16, 0))
+    runner = GpuRunner(model, kv, CONTEXT, 64, adapters=adapters)
     runner._recordable = True
     pool = make_pool(PAGES, PAGE_SIZE, shape.slices.windows)
     with runner.compiling():
@@ -70,10 +82,12 @@ def main(folder: Path) -> None:
     ahead = list(compiled)
     with compiling():
         runner._run_recordings()
-        _rehearse_steps(runner, pool, 700, CONTEXT, shape.routing)
-        for part in ((0, 17), (0, 600), (16, 500), (512, 256)):
-            for count in (1, 3):
-                _rehearse(runner, pool, [part] * count)
+        for slots_of in (adapters.slots_of, first_slots):
+            adapters.slots_of = slots_of  # type: ignore[method-assign]
+            _rehearse_steps(runner, pool, 700, CONTEXT, shape.routing)
+            for part in ((0, 17), (0, 600), (16, 500), (512, 256)):
+                for count in (1, 3):
+                    _rehearse(runner, pool, [part] * count)
     print(json.dumps({"ahead": sorted(ahead), "later": sorted(compiled[len(ahead) :])}))
 
 

@@ -1,0 +1,183 @@
+"""Calls of compiled code that are recorded once and repeated as one: without Python in between,
+and on threads that meet between calls instead of being started for each.
+
+A repetition reads and writes the same memory. What differs from step to step must be put there
+before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from llvmlite import ir
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.kernels.cpu import compiler
+from baton.kernels.cpu.compiler import Library
+from baton.kernels.cpu.ir_builder import POINTER, Arguments, Count, Function, number
+
+SPINS = 2000
+"""Looks at the counter before a waiting thread offers its core to others: with 10,000, a step
+beside two busy processes took ten times as long."""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("work", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("alone", ctypes.c_int64),  # whether the first thread runs it alone
+    )
+
+
+class _Repetition(ctypes.Structure):
+    _fields_ = (
+        ("calls", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("count_threads", ctypes.c_void_p),  # OpenMP's function
+        ("give_way", ctypes.c_void_p),  # the system's
+        ("numbered", ctypes.c_int64),  # threads that have a number; 0 at first
+        ("arrived", ctypes.c_int64),  # at the ends of calls, of all threads; 0 at first
+    )
+
+
+class CallRecording:
+    """The calls of compiled code while it is entered."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, int, bool]] = []  # work, place of its arguments, alone
+        self._arguments = bytearray()  # as they were before each call
+        self._torch = _TorchOperations()
+
+    @property
+    def foreign(self) -> set[str]:
+        """Operations of torch that computed between the calls: a repetition would lack them."""
+        return self._torch.computed
+
+    def add(self, work: int, arguments: ctypes.Structure, *, alone: bool) -> None:
+        self._calls.append((work, len(self._arguments), alone))
+        self._arguments += bytes(arguments)
+
+    def __enter__(self) -> CallRecording:
+        self._scratch = compiler.start_recording(self)
+        self._torch.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._torch.__exit__(*error)  # type: ignore[no-untyped-call]
+        compiler.end_recording()
+        self._first = bytes(self._arguments)
+        self._memory = (ctypes.c_char * len(self._first))()
+        base = ctypes.addressof(self._memory)
+        calls = [_Call(work, base + place, alone) for work, place, alone in self._calls]
+        self._table = (_Call * len(calls))(*calls)
+
+    def repeat(self) -> None:
+        """Makes all calls again."""
+        ctypes.memmove(self._memory, self._first, len(self._first))
+        arguments = _Repetition(
+            ctypes.addressof(self._table),
+            len(self._table),
+            compiler.openmp_function("omp_get_num_threads"),
+            _give_way(),
+        )
+        compiler.run(_repeat(), arguments)
+
+
+@functools.cache
+def _give_way() -> int | None:
+    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+
+
+class _TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the memory that torch allocates, and notes what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.computed: set[str] = set()
+        self._allocated: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found, schema = func(*args, **(kwargs or {})), func._schema
+        if schema.name in ("aten::empty", "aten::new_empty"):
+            self._allocated.append(found)
+        elif not (schema.returns and all(map(_is_view, schema.returns))):
+            self.computed.add(schema.name)
+        return found
+
+
+def _is_view(returned: Any) -> bool:
+    return bool(returned.alias_info and not returned.alias_info.is_write)
+
+
+@functools.cache
+def _repeat() -> int:
+    return Library(_module).address("repeat")
+
+
+def _module() -> ir.Module:
+    module = ir.Module("recording")
+    code = Function(module, "repeat", [POINTER], exported=True)
+    given = Arguments(code.arguments[0], _Repetition)
+    builder = code.builder
+    counted = ir.FunctionType(ir.IntType(32), [])
+    threads = Count(
+        builder,
+        builder.sext(_called(builder, given, "count_threads", counted), ir.IntType(64)),
+    )
+    mine = builder.atomic_rmw("add", given.field("numbered").value, number(1), "monotonic")
+    is_first = builder.icmp_unsigned("==", mine, number(0))
+    with code.loop(0, given.count("count")) as index:
+        call = Arguments(
+            given.memory("calls", ir.IntType(8)).from_(index * ctypes.sizeof(_Call)), _Call
+        )
+        shared = call.count("alone").compare("==", 0)
+        with code.when(builder.or_(is_first, shared)):
+            work = ir.FunctionType(ir.VoidType(), [POINTER])
+            _called(builder, call, "work", work, call.memory("arguments").value)
+        _meet(code, given, (index + 1) * threads)
+    code.end()
+    return module
+
+
+class _Callee:
+    """A function at an address that code has loaded: a pointer's type does not say of what."""
+
+    def __init__(self, address: ir.Value, kind: ir.FunctionType) -> None:
+        self.function_type, self.type, self._address = kind, address.type, address
+
+    def get_reference(self) -> str:
+        return str(self._address.get_reference())
+
+
+def _called(
+    builder: ir.IRBuilder, given: Arguments, name: str, kind: ir.FunctionType, *values: ir.Value
+) -> ir.Value:
+    return builder.call(_Callee(given.memory(name).value, kind), values)
+
+
+def _meet(code: Function, given: Arguments, all_arrived: Count) -> None:
+    """Waits until the threads have arrived as often as that."""
+    builder, counter = code.builder, given.field("arrived").value
+    builder.atomic_rmw("add", counter, number(1), "acq_rel")
+    before = builder.block
+    head, again, slow, after = (builder.append_basic_block() for _ in range(4))
+    builder.branch(head)
+    builder.position_at_end(head)
+    spins = builder.phi(ir.IntType(64))
+    spins.add_incoming(number(0), before)
+    arrived = builder.load_atomic(counter, "acquire", 8, typ=ir.IntType(64))
+    builder.cbranch(builder.icmp_signed(">=", arrived, all_arrived.value), after, again)
+    builder.position_at_end(again)
+    looked = builder.add(spins, number(1))
+    spins.add_incoming(looked, again)
+    builder.cbranch(builder.icmp_signed("<", looked, number(SPINS)), head, slow)
+    builder.position_at_end(slow)
+    _called(builder, given, "give_way", ir.FunctionType(ir.IntType(32), []))
+    spins.add_incoming(number(SPINS), slow)
+    builder.branch(head)
+    builder.position_at_end(after)
