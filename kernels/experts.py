@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm
+from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm, WeightCodes
+from baton.kernels.low_rank import AdaptedRows
 from baton.kernels.routing import Routing
 
 
@@ -24,10 +25,10 @@ class MLP:
         self.gate_up = gate_up
         self.down = down
 
-    def quantize(self) -> None:
+    def quantize(self, kind: WeightCodes) -> None:
         """As Linear.quantize."""
-        self.gate_up.quantize()
-        self.down.quantize()
+        self.gate_up.quantize(kind)
+        self.down.quantize(kind)
 
     def pack(self) -> None:
         """As Linear.pack."""
@@ -35,11 +36,15 @@ class MLP:
         self.down.pack()
 
     def add_to(
-        self, residual: Tensor, norm: RMSNorm | None, after: RMSNorm | None = None
+        self,
+        residual: Tensor,
+        norm: RMSNorm | None,
+        after: RMSNorm | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """residual [rows, hidden] + the MLP of the residual, either normalized if its norm is
         given."""
-        return self.down.add_to(residual, self.gate_up(residual, norm), after)
+        return self.down.add_to(residual, self.gate_up(residual, norm, adapted), after, adapted)
 
 
 class ExpertBiases(NamedTuple):
@@ -89,10 +94,10 @@ class Experts:
             for up, up_bias, out, out_bias in zip(gate_up, ups, down, downs, strict=True)
         ]
 
-    def quantize(self) -> None:
+    def quantize(self, kind: WeightCodes) -> None:
         """As Linear.quantize; the router stays as it is."""
         for expert in self._each:
-            expert.quantize()
+            expert.quantize(kind)
         self._drop_buffers()
 
     def pack(self) -> None:
@@ -119,9 +124,14 @@ class Experts:
         return total
 
     def add_to(
-        self, residual: Tensor, norm: RMSNorm | None, after: RMSNorm | None = None
+        self,
+        residual: Tensor,
+        norm: RMSNorm | None,
+        after: RMSNorm | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
-        """residual [rows, hidden] + the experts' sum for the residual, as MLP.add_to."""
+        """residual [rows, hidden] + the experts' sum for the residual, as MLP.add_to. No adapter
+        adds to experts."""
         total = self(residual, norm)
         if after:
             return after.add_to(residual, total.to(residual.dtype))

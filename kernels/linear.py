@@ -7,6 +7,7 @@ depend on the other rows; where there are none, each is an operation of torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,15 +15,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels.cpu import compiler
+from baton.kernels.fp8 import Fp8Weight, fp8_product, quantize_to_fp8
 from baton.kernels.int8 import Int8Weight, int8_product, quantize_weight
 
 if TYPE_CHECKING:
     from baton.kernels.cpu.panels import Panels
+    from baton.kernels.low_rank import AdaptedRows
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Of a gate: x / (1 + exp(-x)); gelu by its approximation with tanh; or gpt-oss's, which also
 changes what the gate multiplies: gate / (1 + exp(-SWIGLU_ALPHA gate)) * (up + 1), with the gate
 clamped from above and up from both sides."""
+
+WeightCodes = Literal["int8", "fp8"]
+"""What a weight may be kept as: int8 on CPUs (kernels/int8.py), FP8 on GPUs (kernels/fp8.py)."""
+
+QUANTIZE: dict[WeightCodes, Callable[[Tensor], Int8Weight | Fp8Weight]] = {
+    "int8": quantize_weight,
+    "fp8": quantize_to_fp8,
+}
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -53,28 +64,49 @@ class RMSNorm:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x), both [rows, size]."""
-        if compiler.suits(x) and compiler.lanes_for(x.shape[1], compiler.registers()):
+        lanes = compiler.lanes_for(x.shape[1], compiler.registers())
+        if lanes and compiler.suits(x.dtype, x.device):
             from baton.kernels.cpu.norm import add_normed  # imports llvmlite
 
             return add_normed(residual, x, self)
         return self(x).add_(residual)
 
 
-class Linear:
-    """x @ weight.T + bias."""
+class _Product:
+    """x @ weight.T + bias, of the weight or of its codes."""
 
-    __slots__ = ("_codes", "_panels", "bias", "weight")
+    __slots__ = ("_codes", "bias", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
-        self._codes: Int8Weight | None = None
-        self._panels: Panels | None = None
+        self._codes: Int8Weight | Fp8Weight | None = None
 
-    def quantize(self) -> None:
-        """Keeps the weight as int8 codes alone."""
-        self._codes = quantize_weight(self.weight)
+    @property
+    def kept(self) -> Tensor | Fp8Weight:
+        """What a GPU's products read."""
+        return self._codes if isinstance(self._codes, Fp8Weight) else self.weight
+
+    def quantize(self, kind: WeightCodes) -> None:
+        """Keeps the weight as codes alone."""
+        self._codes = QUANTIZE[kind](self.weight)
         self.weight = _shape_only(self.weight)
+
+    def _of(self, x: Tensor, added: Tensor | None) -> Tensor:
+        """With what is added to it; of codes not yet in x's type."""
+        if self._codes:
+            return _plus(_plus(_product_of_codes(x, self._codes), self.bias), added)
+        return _plus(functional.linear(x, self.weight, self.bias), added)
+
+
+class Linear(_Product):
+    """x @ weight.T + bias."""
+
+    __slots__ = ("_panels",)
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self._panels: Panels | None = None
 
     def pack(self) -> None:
         """Moves the weight into panels where there is compiled code for it."""
@@ -83,69 +115,78 @@ class Linear:
         if self._panels:
             self._codes, self.weight = None, _shape_only(self.weight)
 
-    def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """x [rows, in], normalized if a norm is given -> [rows, out]."""
+    def __call__(
+        self, x: Tensor, norm: RMSNorm | None = None, adapted: AdaptedRows | None = None
+    ) -> Tensor:
+        """x [rows, in], normalized if a norm is given -> [rows, out], with what the rows' adapters
+        add."""
+        added = adapted.added(self, x, norm) if adapted else None
         if self._panels:
-            return self._panels.product(x, norm)
+            return self._panels.product(x, norm, added)
         x = norm(x) if norm else x
-        if self._codes:
-            return _plus(int8_product(x, self._codes), self.bias).to(x.dtype)
-        return functional.linear(x, self.weight, self.bias)
+        return self._of(x, added).to(x.dtype)
 
-    def add_to(self, residual: Tensor, x: Tensor, after: RMSNorm | None = None) -> Tensor:
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        after: RMSNorm | None = None,
+        adapted: AdaptedRows | None = None,
+    ) -> Tensor:
         """residual [rows, out] + self(x), normalized if a norm is given."""
         if after:
-            return after.add_to(residual, self(x))
+            return after.add_to(residual, self(x, None, adapted))
+        added = adapted.added(self, x) if adapted else None
+        if added is not None:
+            residual = added.add_(residual)
         if self._panels:
             return self._panels.add_to(residual, x)
         if self._codes:
-            added = _plus(residual, self.bias)
-            return _plus(int8_product(x, self._codes), added).to(residual.dtype)
+            addend = _plus(residual, self.bias)
+            return _plus(_product_of_codes(x, self._codes), addend).to(residual.dtype)
         if self.bias is None:
             return torch.addmm(residual, x, self.weight.t())
         return self(x).add_(residual)
 
 
-class GatedLinear:
+class GatedLinear(_Product):
     """activation(x @ gate.T) * (x @ up.T), each with its bias; gate and up are halves of one
-    weight."""
+    weight [2 * out, in]."""
 
-    __slots__ = ("_codes", "_panels", "activation", "bias", "weight")
+    __slots__ = ("_panels", "activation")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
     ) -> None:
-        self.weight = weight  # [2 * out, in]
-        self.bias = bias  # [2 * out]
+        super().__init__(weight, bias)
         self.activation = activation
-        self._codes: Int8Weight | None = None
         self._panels: tuple[Panels, Panels] | None = None
-
-    def quantize(self) -> None:
-        """As Linear.quantize."""
-        self._codes = quantize_weight(self.weight)
-        self.weight = _shape_only(self.weight)
 
     def pack(self) -> None:
         """As Linear.pack."""
         if self._panels is None:
             biases = (None, None) if self.bias is None else self.bias.chunk(2)
-            halves = self._codes.halves() if self._codes else self.weight.chunk(2)
+            whole = self._codes or self.weight
+            halves = whole.chunk(2) if isinstance(whole, Tensor) else whole.halves()
             gate, up = map(_panels, halves, biases)
             self._panels = (gate, up) if gate and up else None
         if self._panels:
             self._codes, self.weight = None, _shape_only(self.weight)
 
-    def __call__(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """x [rows, in], normalized if a norm is given -> [rows, out]."""
+    def __call__(
+        self, x: Tensor, norm: RMSNorm | None, adapted: AdaptedRows | None = None
+    ) -> Tensor:
+        """x [rows, in], normalized if a norm is given -> [rows, out]; adapters add to gate and
+        up."""
+        added = adapted.added(self, x, norm) if adapted else None
         if self._panels:
             gate, up = self._panels
-            return gate.gated(up, x, norm, self.activation)
+            return gate.gated(up, x, norm, self.activation, added)
         x = norm(x) if norm else x
-        if self._codes:
-            product = _plus(int8_product(x, self._codes), self.bias)
-            return gate_and_multiply(product, self.activation).to(x.dtype)
-        return gate_and_multiply(functional.linear(x, self.weight, self.bias), self.activation)
+        return gate_and_multiply(self._of(x, added), self.activation).to(x.dtype)
+
+
+AnyLinear = Linear | GatedLinear
 
 
 class HeadLinear:
@@ -174,8 +215,13 @@ def _plus(numbers: Tensor, more: Tensor | None) -> Tensor:
     return numbers if more is None else numbers + more
 
 
-def _panels(weight: Tensor | Int8Weight, bias: Tensor | None) -> Panels | None:
-    if not compiler.suits(weight):
+def _product_of_codes(x: Tensor, codes: Int8Weight | Fp8Weight) -> Tensor:
+    """x @ weight.T, in float32."""
+    return int8_product(x, codes) if isinstance(codes, Int8Weight) else fp8_product(x, codes)
+
+
+def _panels(weight: Tensor | Int8Weight | Fp8Weight, bias: Tensor | None) -> Panels | None:
+    if isinstance(weight, Fp8Weight) or not compiler.suits(weight.dtype, weight.device):
         return None
     from baton.kernels.cpu.panels import Panels, suits  # imports llvmlite
 
@@ -201,6 +247,7 @@ def gate_and_multiply(gate_up: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return functional.silu(gate).mul_(up)
     if activation == "gelu_tanh":
-        return functional.gelu(gate, approximate="tanh").mul_(up)
+        # torch has other code for rows with gaps, whose last bits differ.
+        return functional.gelu(gate.contiguous(), approximate="tanh").mul_(up)
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up.add_(1.0))

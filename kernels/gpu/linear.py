@@ -6,13 +6,15 @@ between two of them: the product that makes a residual sees elements but never a
 scales them by the norm's weight and stores sums of squares of some columns each. The product
 that reads the row adds these up at its end: a row's size is a factor of its whole product.
 
-A row has the same bits as in the matrix library's product of many rows, followed by
-`gate_and_multiply` or by the attention's kernels: all walk the inputs in order and round at
+A row has the same bits as in the matrix library's product of many rows, followed by the gate
+(kernels/gpu/gate.py) or by the attention's kernels: all walk the inputs in order and round at
 the same places.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu.fixed_order import (
     gate,
     inverse_size,
@@ -28,12 +31,17 @@ from baton.kernels.gpu.fixed_order import (
     square_columns,
     square_sums,
 )
+from baton.kernels.gpu.fp8_rows import fp8_rows, library_multiplies
+from baton.kernels.gpu.low_rank import DEPTH, Shrunk, added_columns, can_overlap
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.prefetch import piece_for, prefetch
 from baton.kernels.linear import Activation
 
 MOST_ROWS = 32
-"""Beyond this many rows the matrix library is faster."""
+FP8_TILE_ROWS = 64
+"""Beyond this many rows the matrix library is faster; in FP8, beyond a tile's."""
+
+Weight = Tensor | Fp8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class LinearTiling:
     depth: int  # inputs per iteration of its loop
     warps: int
     stages: int
+    rows: int = MOST_ROWS  # of a program, at most
 
 
 STAGE_BYTES = 224 << 10
@@ -61,83 +70,120 @@ def tiling_for(outputs: int, rows: int) -> LinearTiling:
     return SHALLOW if outputs < 12288 else WIDE
 
 
+def fp8_tiling_for(outputs: int, rows: int) -> LinearTiling:
+    """Of 64 outputs at least: smaller products are of other instructions, with other bits."""
+    if outputs >= 8192:
+        return LinearTiling(128, 128, 8, 4, FP8_TILE_ROWS)
+    # More rows than a tile's are of programs that share a multiprocessor.
+    return LinearTiling(64, 128, 4, 8 if rows <= FP8_TILE_ROWS else 6, FP8_TILE_ROWS)
+
+
 def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dtype) -> int:
     """Iterations loaded ahead: the tiling's, or as many as fit."""
     turn = (tiling.outputs * (1 + gated) + block_m) * tiling.depth * dtype.itemsize
     return min(tiling.stages, STAGE_BYTES // turn)
 
 
+def most_fp8_rows(weights: Iterable[Fp8Weight]) -> int:
+    """Of a model's products that are not the library's. It is the same for all: the squares that
+    ours leave of a row are in parts, which only ours add up."""
+    return FP8_TILE_ROWS if all(map(library_multiplies, weights)) else sys.maxsize
+
+
 def few_rows(
     source: Scaled,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     gates: Activation | None = None,
     ahead: Tensor | None = None,
+    shrunk: Shrunk | None = None,
 ) -> Tensor:
     """norm(residual) @ weight.T + bias, for weight [N, K]: [M, N].
 
     With `gates`, weight holds those, then as many ups: activation(gates) * ups, [M, N / 2].
-    `ahead`: the weights of a later product, after a kernel that leaves memory idle.
+    `ahead`: the weights of a later product, after a kernel that leaves memory idle. `shrunk`:
+    adapters' part of the product, of TILE_ROWS rows at most.
     """
-    outputs = len(weight) // 2 if gates else len(weight)
-    out = source.x.new_empty(len(source.x), outputs)
-    _launch(source.x, weight, bias, out, outputs, source=source, gates=gates, ahead=ahead)
+    outputs = weight.shape[0] // 2 if gates else weight.shape[0]
+    x, out = source.x, source.x.new_empty(len(source.x), outputs)
+    extras = _Extras(source=source, gates=gates, ahead=ahead, shrunk=shrunk)
+    _launch(x, weight, bias, out, outputs, extras)
     return out
 
 
-def few_rows_alone(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def few_rows_alone(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
     """x @ weight.T, for weight [N, K]: [M, N]."""
-    out = x.new_empty(len(x), len(weight)) if out is None else out
-    _launch(x, weight, None, out, len(weight))
+    out = x.new_empty(len(x), weight.shape[0]) if out is None else out
+    _launch(x, weight, None, out, weight.shape[0], _Extras())
     return out
 
 
 def few_rows_onto(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     residual: Tensor,
     norm: Tensor,
     epsilon: float,
     bias: Tensor | None = None,
+    shrunk: Shrunk | None = None,
 ) -> Scaled:
-    """residual [M, N] += x @ weight.T + bias; and scaled by `norm` [N]."""
+    """residual [M, N] += x @ weight.T + bias, with adapters' part; and scaled by `norm` [N]."""
     rows, outputs = residual.shape
     parts = triton.cdiv(outputs, square_columns(outputs))
     squares = residual.new_empty(parts, rows, dtype=torch.float32)
     target = Scaled(torch.empty_like(residual), squares, epsilon)
-    _launch(x, weight, bias, residual, outputs, norm=norm, target=target)
+    extras = _Extras(norm=norm, target=target, shrunk=shrunk)
+    _launch(x, weight, bias, residual, outputs, extras)
     return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Extras:
+    """What comes before a product, and after it."""
+
+    source: Scaled | None = None
+    norm: Tensor | None = None
+    target: Scaled | None = None
+    gates: Activation | None = None
+    ahead: Tensor | None = None
+    shrunk: Shrunk | None = None
 
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     out: Tensor,
     outputs: int,
-    *,
-    source: Scaled | None = None,
-    norm: Tensor | None = None,
-    target: Scaled | None = None,
-    gates: Activation | None = None,
-    ahead: Tensor | None = None,
+    extras: _Extras,
 ) -> None:
+    source, norm, target, gates = extras.source, extras.norm, extras.target, extras.gates
     rows, depth = x.shape
-    tiling = tiling_for(outputs, rows)
+    if isinstance(weight, Fp8Weight):
+        tiling, (codes, column_scales) = fp8_tiling_for(outputs, rows), weight
+        x_codes, row_scales = fp8_rows(x)
+    else:
+        tiling, codes, column_scales = tiling_for(outputs, rows), weight, x
+        x_codes, row_scales = x, x
     programs, threads = triton.cdiv(outputs, tiling.outputs), 32 * tiling.warps
-    piece = piece_for(ahead, programs * threads)
-    block_m = max(16, triton.next_power_of_2(rows))
+    piece = piece_for(extras.ahead, programs * threads)
+    block_m = min(max(16, triton.next_power_of_2(rows)), tiling.rows)
+    # In FP8 another kernel is between shrink and this one, which reads what that leaves.
+    overlaps = extras.shrunk and isinstance(weight, Tensor) and can_overlap(x.device)
     read = source.squares if source else None
     written = target.squares if target else None
-    _few_rows[(programs,)](
-        x,
-        weight,
-        bias if bias is not None else weight,
+    _few_rows[(programs, triton.cdiv(rows, block_m))](
+        x_codes,
+        codes,
+        row_scales,
+        column_scales,
+        bias if bias is not None else x,
         out,
         read if read is not None else (written if written is not None else x),
-        norm if norm is not None else weight,
+        norm if norm is not None else x,
         target.x if target else out,
-        weight if ahead is None else ahead,
+        codes if extras.ahead is None else extras.ahead,
+        *_adapter_arguments(extras.shrunk, x),
         rows,
         outputs,
         piece,
@@ -151,26 +197,58 @@ def _launch(
         ADDS=target is not None,
         AHEAD=threads if piece else 0,
         SQUARES=square_columns(outputs),
+        FP8=isinstance(weight, Fp8Weight),
         BLOCK_M=block_m,
         BLOCK_N=tiling.outputs,
         BLOCK_K=tiling.depth,
         EVEN=depth % tiling.depth == 0 and outputs % tiling.outputs == 0,
+        **_adapter_constants(extras.shrunk),
+        **({"launch_pdl": True} if overlaps else {}),
         num_warps=tiling.warps,
         enable_fp_fusion=False,
-        num_stages=stages_for(tiling, block_m, gates is not None, weight.dtype),
+        num_stages=stages_for(tiling, block_m, gates is not None, codes.dtype),
     )
 
 
-@triton.jit(do_not_specialize=["rows", "piece"])
+def _adapter_arguments(shrunk: Shrunk | None, unused: Tensor) -> tuple[Tensor | int, ...]:
+    if shrunk is None:
+        return unused, unused, unused, unused, 0, 0
+    rows, b = shrunk.rows, shrunk.stack.b
+    return rows.slots, rows.tiles, shrunk.parts, b, len(rows.tiles), b.stride(0)
+
+
+def _adapter_constants(shrunk: Shrunk | None) -> dict[str, int]:
+    """RANK 0: no adapters."""
+    names = ("RANK", "DEPTH", "SPLITS", "MODULES", "FIRST_END", "SECOND_END", "OVERLAPS")
+    if shrunk is None:
+        return dict.fromkeys(names, 0)
+    stack, (splits, modules, *_) = shrunk.stack, shrunk.parts.shape
+    sizes = stack.rank, max(DEPTH, stack.rank), splits, modules
+    overlaps = can_overlap(stack.b.device)
+    return dict(zip(names, (*sizes, *stack.inner_ends, overlaps), strict=True))
+
+
+@triton.jit(
+    do_not_specialize=["rows", "piece", "tiles"],
+    do_not_specialize_on_alignment=["slots_pointer", "tiles_pointer"],
+)
 def _few_rows(
     x_pointer,
     weight_pointer,
+    row_scales_pointer,
+    column_scales_pointer,
     bias_pointer,
     out_pointer,
     squares_pointer,
     norm_pointer,
     scaled_pointer,
     ahead_pointer,
+    slots_pointer,
+    tiles_pointer,
+    shrunk_pointer,
+    b_pointer,
+    tiles,
+    slot_stride,
     rows,
     outputs,
     piece,
@@ -184,19 +262,28 @@ def _few_rows(
     ADDS: tl.constexpr,
     AHEAD: tl.constexpr,
     SQUARES: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    RANK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MODULES: tl.constexpr,
+    FIRST_END: tl.constexpr,
+    SECOND_END: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = program * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     in_rows, in_columns = row < rows, column < outputs
     x_at = x_pointer + row[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_M]
     weight_at = weight_pointer + column.to(tl.int64)[:, None] * K + lane[None, :]
     to_up = outputs.to(tl.int64) * K
+    together: tl.constexpr = 128 if FP8 else None  # inputs: see kernels/gpu/fp8_rows.py
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -208,15 +295,23 @@ def _few_rows(
             x = tl.load(x_at + start, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
             mask = in_columns[:, None] & in_depth[None, :]
             weights = tl.load(weight_at + start, mask=mask, other=0.0)
-        sums = tl.dot(weights, x, sums, input_precision="ieee")
+        sums = tl.dot(weights, x, sums, input_precision="ieee", max_num_imprecise_acc=together)
         if GATED:
             if EVEN:
                 up_weights = tl.load(weight_at + to_up + start, eviction_policy="evict_first")
             else:
                 up_weights = tl.load(weight_at + to_up + start, mask=mask, other=0.0)
-            ups = tl.dot(up_weights, x, ups, input_precision="ieee")
+            ups = tl.dot(up_weights, x, ups, input_precision="ieee", max_num_imprecise_acc=together)
     if AHEAD > 0:
         prefetch(ahead_pointer, piece, AHEAD)
+    if FP8:
+        row_scales = tl.load(row_scales_pointer + row, mask=in_rows, other=0.0)[None, :]
+        scales_at = column_scales_pointer + column
+        sums *= tl.load(scales_at, mask=in_columns, other=0.0)[:, None]
+        sums *= row_scales
+        if GATED:
+            ups *= tl.load(scales_at + outputs, mask=in_columns, other=0.0)[:, None]
+            ups *= row_scales
     at = row.to(tl.int64)[None, :] * outputs + column[:, None]
     mask = in_rows[None, :] & in_columns[:, None]
     dtype = out_pointer.dtype.element_ty
@@ -224,9 +319,26 @@ def _few_rows(
         bias = tl.load(bias_pointer + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
     else:
         bias = 0.0
+    # Rounded as the matrix library leaves a product; then with what adapters add.
+    sums = sums.to(dtype).to(tl.float32)
+    if GATED:
+        ups = ups.to(dtype).to(tl.float32)
+    if RANK > 0:
+        if OVERLAPS:
+            tl.extra.cuda.gdc_wait()
+        adapted = tl.load(slots_pointer + row, mask=in_rows, other=-1)[None, :] >= 0
+        for half in tl.static_range(2 if GATED else 1):
+            added = added_columns(
+                slots_pointer, tiles_pointer, shrunk_pointer, b_pointer,
+                program * BLOCK_N + half * outputs, rows, outputs * (2 if GATED else 1), tiles,
+                slot_stride, FIRST_END, SECOND_END, SPLITS, MODULES, RANK, DEPTH, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            if half == 0:
+                sums = tl.where(adapted, (sums + added).to(dtype).to(tl.float32), sums)
+            else:
+                ups = tl.where(adapted, (ups + added).to(dtype).to(tl.float32), ups)
     if ADDS:
         # Rounded as many rows are: the product, with its bias, with the residual.
-        sums = sums.to(dtype).to(tl.float32)
         if BIAS:
             sums = (sums + bias).to(dtype).to(tl.float32)
         sums += tl.load(out_pointer + at, mask=mask, other=0.0).to(tl.float32)
@@ -239,8 +351,7 @@ def _few_rows(
         squares_at = squares_pointer + part[:, None] * rows + row[None, :]
         tl.store(squares_at, squares, mask=in_rows[None, :] & (part * SQUARES < outputs)[:, None])
     else:
-        # Rounded as the matrix library leaves a product, before a row's size is applied.
-        sums, ups = sums.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
+        # Before a row's size is applied.
         size = 1.0
         if PARTS > 0:
             part = tl.arange(0, BLOCK_PARTS)
@@ -258,64 +369,3 @@ def _few_rows(
                 up_bias = up_bias.to(tl.float32)[:, None]
             sums = gate(sums, settle(ups, size, up_bias, PARTS > 0, BIAS), ACTIVATION)
     tl.store(out_pointer + at, sums.to(dtype), mask=mask)
-
-
-GATE_BLOCK = 1024
-"""Elements per program: with 4 warps, one 16-byte load of each half per thread."""
-
-
-def gate_and_multiply(
-    gate_up: Tensor, source: Scaled, bias: Tensor | None, activation: Activation
-) -> Tensor:
-    """gate_up [T, 2 * size], the product of `source` -> activation(gate) * up, [T, size]."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, size)
-    _gate_and_multiply[(rows, triton.cdiv(size, GATE_BLOCK))](
-        gate_up,
-        gate_up if source.squares is None else source.squares,
-        gate_up if bias is None else bias,
-        out,
-        source.epsilon,
-        SIZE=size,
-        K=source.x.shape[1],
-        SCALED=source.squares is not None,
-        BIAS=bias is not None,
-        ACTIVATION=activation,
-        BLOCK=GATE_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return out
-
-
-@triton.jit
-def _gate_and_multiply(
-    gate_up_pointer,
-    squares_pointer,
-    bias_pointer,
-    out_pointer,
-    epsilon,
-    SIZE: tl.constexpr,
-    K: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < SIZE
-    gate_at = gate_up_pointer + row * (2 * SIZE) + column
-    gates = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
-    ups = tl.load(gate_at + SIZE, mask=inside, other=0.0).to(tl.float32)
-    size, bias, up_bias = 1.0, 0.0, 0.0
-    if SCALED:
-        size = inverse_size(tl.load(squares_pointer + row), epsilon, K)
-    if BIAS:
-        bias = tl.load(bias_pointer + column, mask=inside, other=0.0).to(tl.float32)
-        up_bias = tl.load(bias_pointer + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    gates = settle(gates, size, bias, SCALED, BIAS)
-    product = gate(gates, settle(ups, size, up_bias, SCALED, BIAS), ACTIVATION)
-    tl.store(
-        out_pointer + row * SIZE + column, product.to(out_pointer.dtype.element_ty), mask=inside
-    )
