@@ -22,6 +22,7 @@ from typing import (
     ClassVar,
     Concatenate,
     Generic,
+    Literal,
     ParamSpec,
     TypeVar,
     Unpack,
@@ -47,6 +48,7 @@ from baton.request_builder import (
     MessageLike,
     chat_request,
     detokenize_request,
+    embed_request,
     generate_request,
     role_request,
     tokenize_request,
@@ -55,6 +57,9 @@ from baton.responses import Answer, AnswerBuilder, Delta
 from baton.v1 import cluster_pb2, inference_pb2, timing_pb2
 from baton.v1.cluster_pb2_grpc import AdminStub
 from baton.v1.inference_pb2_grpc import InferenceStub
+
+ADAPTER_SECONDS = 120.0
+"""For workers to load an adapter, or for its requests to end."""
 
 if TYPE_CHECKING:
     from grpc import UnaryUnaryMultiCallable as Method
@@ -239,6 +244,20 @@ class ClientCalls(Generic[StreamType]):
         return list((await self._call(self._inference.ListModels, request, timeout)).models)
 
     @shared
+    async def add_adapter(
+        self, name: str, folder: str, *, timeout: Timeout = ADAPTER_SECONDS
+    ) -> bytes:
+        """Serves a LoRA adapter under a name; returns its digest. For admins."""
+        request = cluster_pb2.AddAdapterRequest(name=name, folder=folder)
+        return (await self._call(self._admin.AddAdapter, request, timeout)).digest
+
+    @shared
+    async def remove_adapter(self, name: str, *, timeout: Timeout = ADAPTER_SECONDS) -> None:
+        """Ends an adapter's name; waits for requests under it. For admins."""
+        request = cluster_pb2.RemoveAdapterRequest(name=name)
+        await self._call(self._admin.RemoveAdapter, request, timeout)
+
+    @shared
     async def tokenize(
         self,
         prompt: str | Iterable[MessageLike],
@@ -293,6 +312,25 @@ class ClientCalls(Generic[StreamType]):
     async def trends(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.TrendsResponse:
         """The last minutes, in steps of a few seconds."""
         return await self._call(self._admin.Trends, cluster_pb2.TrendsRequest(), timeout)
+
+    @shared
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        pooling: Literal["last", "mean"] | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        priority: int = 0,
+        timeout: Timeout = None,
+    ) -> list[list[float]]:
+        """The vector of each text or list of token ids."""
+        request = embed_request(
+            inputs, model, pooling, dimensions, normalize=normalize, priority=priority
+        )
+        answer = await self._call(self._inference.Embed, request, timeout)
+        return [list(each.values) for each in answer.embeddings]
 
     @shared
     async def clear_responses(

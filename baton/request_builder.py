@@ -100,6 +100,32 @@ def detokenize_request(
         )
 
 
+def embed_request(
+    inputs: Sequence[str | Sequence[int]],
+    model: str,
+    pooling: str | None,
+    dimensions: int | None,
+    *,
+    normalize: bool,
+    priority: int,
+) -> inference_pb2.EmbedRequest:
+    with _values_checked():
+        return inference_pb2.EmbedRequest(
+            model=model,
+            inputs=map(_embed_input, inputs),
+            pooling=inference_pb2.Pooling.Value(f"POOLING_{(pooling or 'unspecified').upper()}"),
+            dimensions=dimensions,
+            unnormalized=not normalize,
+            priority=priority,
+        )
+
+
+def _embed_input(given: str | Sequence[int]) -> inference_pb2.EmbedInput:
+    if isinstance(given, str):
+        return inference_pb2.EmbedInput(text=given)
+    return inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=given))
+
+
 def role_request(worker_id: str, role: str) -> cluster_pb2.SwitchRoleRequest:
     roles = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
     if role not in roles:

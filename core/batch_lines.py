@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from baton.core.bounds import MAX_REQUEST_BYTES, MAX_VALUES, count_values
 from baton.core.errors import InvalidRequest
 
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_CUSTOM_ID = 512
 SHOWN_ERRORS = 100
 TRANSIENT = (408, 429, 502, 503, 504)

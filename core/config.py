@@ -20,7 +20,6 @@ from baton.core.config_values import (
     Niceness,
     NonNegativeFloat,
     NonNegativeInt,
-    Origins,
     Port,
     PositiveFloat,
     PositiveInt,
@@ -32,9 +31,10 @@ from baton.core.config_values import (
     set_dotted,
 )
 from baton.core.config_values import Size as Size
+from baton.core.router_config import RouterConfig as RouterConfig
 from baton.core.storage_config import BatchesConfig as BatchesConfig
 from baton.core.storage_config import CacheConfig as CacheConfig
-from baton.core.types import Role, ToolFormatName
+from baton.core.types import Role
 
 GPU_MEMORY = 0.9
 """The share of its GPU's memory that a worker uses by default."""
@@ -48,96 +48,6 @@ _Resources = Annotated[
         " itself (GPUs are in `gpus`)",
     ),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """The routers, where clients connect."""
-
-    count: PositiveInt = key(1, "Routers; each has ports one above the last.", "--routers")
-    host: str = key("127.0.0.1", "Where the router listens.", "--host")
-    port: Port = key(50051, "The gRPC port.", "--port")
-    http_port: Port = key(8000, "The HTTP port.", "--http-port")
-    metrics_port: Port = key(8900, "The Prometheus port.", "--metrics-port")
-    keys: str = key("", "A file of API keys (`baton keys add`); empty requires none.", "--keys")
-    open_metrics: bool = key(
-        False,
-        "With keys: serve metrics without one. Else the metrics port is open to this host only.",
-    )
-    cors_origins: Origins = key(
-        (),
-        "Origins of other sites whose pages may call the HTTP API from a browser, such as"
-        ' "https://chat.example.com"; "*" is every site.',
-    )
-    max_requests: PositiveInt = key(1024, "Running and queued requests; more are refused.")
-    max_queued: PositiveInt = key(512, "Requests that may wait for capacity.")
-    queue_timeout: PositiveFloat = key(600.0, "Seconds that a request may wait for capacity.")
-    worker_backlog: PositiveInt = key(
-        16,
-        "Requests sent to one worker before it has started, or reserved pages for, earlier ones.",
-    )
-    placement_timeout: PositiveFloat = key(30.0, "Seconds to wait for workers when there are none.")
-    max_worker_deaths: PositiveInt = key(
-        2,
-        "Lost workers that nothing explains, after which a request runs alone; if it crashes"
-        " another one then, it fails.",
-    )
-    max_attempts: PositiveInt = key(
-        8, "Attempts of one request, without those that ended through no fault of its own."
-    )
-    policy: Literal["kv_aware", "least_loaded", "round_robin"] = key(
-        "kv_aware",
-        "Placement: by predicted time with cached pages (kv_aware), by load alone (least_loaded),"
-        " or in turn (round_robin).",
-    )
-    local_prefill: Literal["auto", "fallback", "never", "always"] = key(
-        "auto",
-        "When decode workers prefill prompts themselves: auto if predicted to be faster, or if no"
-        " prefill worker has been available for `local_prefill_after`; fallback only for the"
-        " latter; never; always.",
-    )
-    local_prefill_after: NonNegativeFloat = key(
-        2.0, "Seconds without a prefill worker before decode workers prefill."
-    )
-    fetch_pages: Literal["auto", "never", "always"] = key(
-        "auto",
-        "When a prefill worker fetches a prompt's cached pages from a decode worker: auto if"
-        " predicted to be faster than computing them; never; always.",
-    )
-    first_token_timeout: PositiveFloat = key(600.0, "Seconds from placement to the first token.")
-    stall_timeout: PositiveFloat = key(120.0, "Seconds between two tokens.")
-    reader_buffer: PositiveInt = key(
-        4096, "Tokens buffered for a client that reads slowly; then it is disconnected."
-    )
-    ping_seconds: PositiveFloat = key(0.5, "Between two heartbeats of a worker.")
-    frozen_seconds: PositiveFloat = key(
-        3.0, "A worker that sent nothing for this long counts as lost."
-    )
-    engine_stall_seconds: PositiveFloat = key(
-        60.0, "So does a worker whose engine has work and reported nothing for this long."
-    )
-    canary_seconds: NonNegativeFloat = key(
-        30.0, "How often an idle worker generates a token to prove that it can; 0 never."
-    )
-    otlp_endpoint: str = key(
-        "",
-        "OTLP/HTTP collector of request traces, such as http://127.0.0.1:4318; empty sends none.",
-    )
-    generation_config: Literal["auto", "none"] = key(
-        "auto",
-        "Defaults for what requests leave out: those of the model's generation_config.json (auto),"
-        " or none.",
-        "--generation-config",
-    )
-    text_threads: PositiveInt = key(2, "Threads that tokenize and render templates.")
-    tool_format: ToolFormatName = key(
-        "auto", "The model's format of tool calls; auto derives it from the chat template."
-    )
-    reasoning: Literal["auto", "on", "off"] = key(
-        "auto",
-        "Whether reasoning (<think>…</think>) is separated from content; auto derives it from the"
-        " chat template.",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +193,17 @@ class Config:
         " a GPU yet.",
         "--speculation",
     )
-    quantization: Literal["none", "int8"] = key(
+    quantization: Literal["none", "int8", "fp8"] = key(
         "none",
-        "int8 quantizes layers' weights while they are loaded, on CPUs (docs/MODELS.md).",
+        "Quantizes layers' weights while they are loaded: int8 on CPUs, fp8 on GPUs"
+        " (docs/MODELS.md).",
         "--quantization",
+    )
+    kv_dtype: Literal["auto", "int8"] = key(
+        "auto",
+        "How pages keep keys and values: auto as the model computes them, int8 as codes with a"
+        " scale for each token and head, on CPUs (docs/MODELS.md).",
+        "--kv-dtype",
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "cpu or cuda; auto uses GPUs if there are any.", "--device"
@@ -308,6 +225,21 @@ class Config:
     )
     weights: Literal["files", "random"] = key(
         "files", "files, or random for measurements, which needs no weights in the model's folder."
+    )
+    embedding_model: str = key(
+        "",
+        "The folder, on all nodes, of a sentence-transformers encoder (BERT, RoBERTa, XLM-RoBERTa)"
+        " that prefill workers compute embeddings with, under the folder's name.",
+        "--embedding-model",
+    )
+    adapters: Mapping[str, str] = key(
+        dict, "LoRA adapters (PEFT folders on all nodes) by name: {sql: /models/sql}."
+    )
+    adapter_folders: tuple[str, ...] = key((), "Folders of adapters that may be added at run time.")
+    adapter_slots: PositiveInt = key(16, "Adapters in one worker; the one idle longest makes way.")
+    adapter_rank: PositiveInt = key(16, "Largest rank on a GPU, which has room for all slots.")
+    adapter_memory: Bytes = key(
+        Size(2**31), "Host memory of a GPU worker, for adapters that it may need again."
     )
     page_size: PositiveInt = key(16, "Tokens of a page.", "--page-size")
     prefix_cache: bool = key(True, "Keep pages of prompts and answers for later prompts.")
@@ -343,6 +275,11 @@ class Config:
     controller: ControllerConfig = ControllerConfig()
     planner: PlannerConfig = PlannerConfig()
     members: MembersConfig = MembersConfig()
+
+    @property
+    def allowed_adapters(self) -> tuple[str, ...]:
+        """Folders below which adapters are read; none: no adapters are served."""
+        return (*self.adapters.values(), *self.adapter_folders)
 
     def pool(self, role: Role) -> PrefillConfig | DecodeConfig:
         """The section of a role's workers."""

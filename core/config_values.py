@@ -154,8 +154,10 @@ def _convert(hint: typing.Any, value: object, path: str) -> object:
         raise InvalidConfig(f"{path} must be a list of strings, not {value!r}", field=path)
     if origin is Mapping:
         if isinstance(value, Mapping):
-            return {str(name): _scalar(float, n, f"{path}.{name}") for name, n in value.items()}
-        raise InvalidConfig(f"{path} must hold names and numbers, not {value!r}", field=path)
+            kind = arguments[1]
+            return {str(name): _scalar(kind, n, f"{path}.{name}") for name, n in value.items()}
+        values = "numbers" if arguments[1] is float else "strings"
+        raise InvalidConfig(f"{path} must hold names and {values}, not {value!r}", field=path)
     return _scalar(hint, value, path)
 
 

@@ -7,6 +7,7 @@
     │   ├── InvalidSampling
     │   ├── InvalidGrammar       the requested structure cannot be compiled
     │   ├── UnknownModel
+    │   ├── InvalidAdapter       a LoRA adapter that cannot be served
     │   ├── UnknownRequest       no such request, or too long ago
     │   └── NotServed            a feature that this server has not
     ├── Unauthenticated          no API key, or an unknown one
@@ -82,6 +83,9 @@ class InvalidGrammar(InvalidRequest): ...
 
 
 class UnknownModel(InvalidRequest, grpc_code="NOT_FOUND", http_status=404): ...
+
+
+class InvalidAdapter(InvalidRequest): ...
 
 
 class UnknownRequest(InvalidRequest, grpc_code="NOT_FOUND", http_status=404): ...

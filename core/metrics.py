@@ -45,6 +45,7 @@ FETCH_SECONDS = "baton_fetch_seconds_total"
 CACHE_QUERIED_TOKENS = "baton_prefix_cache_queried_tokens_total"
 CACHE_HIT_TOKENS = "baton_prefix_cache_hit_tokens_total"
 CACHE_EVICTED_PAGES = "baton_prefix_cache_evicted_pages_total"
+ADAPTER_EVENTS = "baton_adapter_events_total"
 TIER_PAGES = "baton_cache_tier_pages"
 TIER_BYTES = "baton_cache_tier_bytes"
 TIER_EVENTS = "baton_cache_tier_events_total"
@@ -90,6 +91,7 @@ HELP = {
     CACHE_QUERIED_TOKENS: "Tokens looked up in the prefix cache, in full pages",
     CACHE_HIT_TOKENS: "Of these, the tokens found",
     CACHE_EVICTED_PAGES: "Cached pages evicted for new ones",
+    ADAPTER_EVENTS: "Adapters by event: requested, hit (loaded when requested), loaded, evicted",
     TIER_PAGES: "Pages in the second tier, by tier: host (memory), files",
     TIER_BYTES: "Bytes of pages in the second tier",
     TIER_EVENTS: "Pages by tier and event: hits (found for a prompt), restored, stored, evicted,"

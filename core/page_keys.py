@@ -1,8 +1,8 @@
 """Names and checksums of KV pages.
 
 A full page's key depends on everything its contents depend on: the model and layout (the root),
-who may share it (the salt), all tokens before it (through the previous page's key) and its own
-tokens. Equal keys mean equal contents, on every worker and in every router.
+the adapter's digest, who may share it (the salt), all tokens before it (through the previous page's
+key) and its own tokens. Equal keys mean equal contents, on every worker and in every router.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _DIGEST_COLUMNS = 511
 """Words a row. Odd, so that swapped blocks of any power of two change the sums."""
 
 
-def salted_root(root: bytes, salt: str) -> bytes:
-    """The parent key of first pages under `salt`; different salts share nothing."""
+def salted_root(root: bytes, salt: str, adapter: bytes = b"") -> bytes:
+    """The parent key of first pages under `salt` and an adapter's digest; different ones share
+    nothing."""
+    if adapter:
+        root = blake2b(root + adapter, digest_size=KEY_BYTES, person=b"baton-adapter").digest()
     return blake2b(root + salt.encode(), digest_size=KEY_BYTES, person=b"baton-salt").digest()
 
 
@@ -90,8 +93,8 @@ class PageNaming:
     root: bytes
     page_size: int
 
-    def keys(self, tokens: Sequence[int], salt: str) -> list[bytes]:
-        return page_keys(salted_root(self.root, salt), tokens, self.page_size)
+    def keys(self, tokens: Sequence[int], salt: str, adapter: bytes = b"") -> list[bytes]:
+        return page_keys(salted_root(self.root, salt, adapter), tokens, self.page_size)
 
 
 def page_digest(page: NDArray[numpy.uint8]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the router-worker protocol. Both ends must agree."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -128,6 +128,22 @@ class Logprobs(NamedTuple):
     top_logprobs: tuple[float, ...] = ()
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter: what it holds, and where it is read from (core/adapter_config.py)."""
+
+    digest: bytes
+    folder: str
+
+
+class Pooling(enum.Enum):
+    """How a prompt's last hidden states become one vector. The values are those of
+    baton.v1.Pooling."""
+
+    LAST = 1
+    MEAN = 2
+    ENCODER = 3  # by the embedding model, whose tokens the prompt has
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One attempt as workers see it: token ids and numbers, no text."""
@@ -154,16 +170,30 @@ class Work:
     priority: int = 0
     # Whether it shares no step with other requests, since workers were lost under it.
     alone: bool = False
+    # What is added to the model's weights; None: nothing.
+    adapter: Adapter | None = None
+    # How the prompt's hidden states become its embedding; None where none is wanted.
+    pooling: Pooling | None = None
     # Keys of the prompt's full pages (core/page_keys.py) in a router. Not sent to workers.
     page_keys: Sequence[bytes] = ()
 
     @property
     def cache_name(self) -> str:
-        """Work of one name shares pages. A prompt with logprobs shares none: cached pages have no
-        logprobs."""
-        if self.prompt_logprobs is None:
+        """Work of one name shares pages. A prompt whose rows are all needed shares none: cached
+        pages have no logprobs and no hidden states."""
+        if not self.needs_all_rows:
             return self.cache_salt
         return f"{self.cache_salt}\n{self.key.request_id}\n{self.key.epoch}"
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """Empty without an adapter."""
+        return self.adapter.digest if self.adapter else b""
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the last layer computes every token of the prompt."""
+        return self.prompt_logprobs is not None or self.pooling is Pooling.MEAN
 
     @property
     def tokens_wanted(self) -> int:
@@ -289,6 +319,8 @@ class Request:
     logprobs: int | None = None
     # The same for the prompt's tokens, from its second on.
     prompt_logprobs: int | None = None
+    # How the prompt's hidden states become its embedding; None where none is wanted.
+    pooling: Pooling | None = None
     # What every answer must match; None: anything.
     structure: Structure | None = None
     # The answer as the caller predicts it: faster as far as it is right (speculation).
@@ -298,6 +330,9 @@ class Request:
     skip_special_tokens: bool = True
     # The prompt's last tokens that are kept; -1: as many as leave room for the answer.
     truncate_prompt_tokens: int | None = None
+    # The model's name as the caller gave it, and the adapter that it stands for.
+    model: str = ""
+    adapter: Adapter | None = None
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
     # The API key's name; empty where no key is required.

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from baton.core.errors import BatonError, Unavailable, from_reason
-from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Sampling, Work
+from baton.core.errors import BatonError, InvalidRequest, Unavailable, from_reason
+from baton.core.types import (
+    Adapter,
+    AttemptKey,
+    FinishReason,
+    Logprobs,
+    Pooling,
+    Role,
+    Sampling,
+    Work,
+)
 from baton.v1 import inference_pb2
 from baton.v1 import worker_pb2 as pb
 
@@ -42,6 +51,8 @@ def work_to(work: Work) -> pb.Work:
         prediction=work.prediction,
         priority=work.priority,
         alone=work.alone,
+        adapter=adapter_to(work.adapter) if work.adapter else None,
+        pooling=inference_pb2.Pooling.ValueType(work.pooling.value if work.pooling else 0),
     )
 
 
@@ -60,7 +71,24 @@ def work_from(message: pb.Work) -> Work:
         prediction=tuple(message.prediction),
         priority=message.priority,
         alone=message.alone,
+        adapter=adapter_from(message.adapter) if message.HasField("adapter") else None,
+        pooling=_pooling_from(message.pooling),
     )
+
+
+def _pooling_from(value: int) -> Pooling | None:
+    try:
+        return Pooling(value) if value else None
+    except ValueError:
+        raise InvalidRequest(f"pooling {value} is unknown", field="pooling") from None
+
+
+def adapter_to(adapter: Adapter) -> pb.Adapter:
+    return pb.Adapter(digest=adapter.digest, folder=adapter.folder)
+
+
+def adapter_from(message: pb.Adapter) -> Adapter:
+    return Adapter(message.digest, message.folder)
 
 
 def _sampling_to(sampling: Sampling) -> pb.Sampling:

@@ -53,7 +53,7 @@ def _type(hint: object) -> str:
     if typing.get_origin(hint) is tuple:
         return "list of str"
     if typing.get_origin(hint) is Mapping:
-        return "names and numbers"
+        return "names and numbers" if typing.get_args(hint)[1] is float else "names and strings"
     assert isinstance(hint, type)
     assert not is_dataclass(hint)
     return "size" if hint is Size else hint.__name__

@@ -289,6 +289,7 @@ class Members(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     ENDED_AGENTS_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Every worker that has registered and not left."""
@@ -303,20 +304,149 @@ class Members(_message.Message):
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Verdict]:
         """How the latest ended worker processes ended, as others found."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedAdapter]:
+        """Adapters whose names were added, or removed, since the cluster's start."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___Member] | None = ...,
         ended_agents: _abc.Iterable[_builtins.str] | None = ...,
         verdicts: _abc.Iterable[_worker_pb2.Verdict] | None = ...,
+        adapters: _abc.Iterable[Global___NamedAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agents", b"ended_agents", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ended_agents", b"ended_agents", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Members: _TypeAlias = Members  # noqa: Y015
+
+@_typing.final
+class NamedAdapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What requests give as their model."""
+    @_builtins.property
+    def adapter(self) -> _worker_pb2.Adapter:
+        """Not set: the name was removed."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        adapter: _worker_pb2.Adapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedAdapter: _TypeAlias = NamedAdapter  # noqa: Y015
+
+@_typing.final
+class NameAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NameAdapterResponse: _TypeAlias = NameAdapterResponse  # noqa: Y015
+
+@_typing.final
+class AddAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What requests give as their model. One that is served is replaced; requests
+    that run keep what they began with.
+    """
+    folder: _builtins.str
+    """A folder of PEFT, the same on all nodes, below one that the configuration
+    allows (adapter_folders).
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddAdapterRequest: _TypeAlias = AddAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AddAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """Of the adapter's weights and config."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddAdapterResponse: _TypeAlias = AddAdapterResponse  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter's name."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterRequest: _TypeAlias = RemoveAdapterRequest  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterResponse: _TypeAlias = RemoveAdapterResponse  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):
@@ -788,6 +918,7 @@ class WorkerStatus(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     MISFITS_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """Whether the router's stream to it is up."""
     total_pages: _builtins.int
@@ -813,6 +944,10 @@ class WorkerStatus(_message.Message):
     quantization: _builtins.str
     """How its layers' weights were quantized when they were loaded, such as
     "int8"; empty where they were not, or while it is not attached.
+    """
+    kv_dtype: _builtins.str
+    """What its pages hold, such as "int8"; empty where that is what its model
+    computes, or while it is not attached.
     """
     @_builtins.property
     def member(self) -> Global___Member:
@@ -848,10 +983,11 @@ class WorkerStatus(_message.Message):
         incarnation: _builtins.int = ...,
         misfits: _abc.Iterable[Global___Misfit] | None = ...,
         quantization: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "cached_tokens", b"cached_tokens", "connected", b"connected", "draining", b"draining", "fault", b"fault", "incarnation", b"incarnation", "known_pages", b"known_pages", "load", b"load", "member", b"member", "misfits", b"misfits", "prompt_tokens", b"prompt_tokens", "quantization", b"quantization", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "cached_tokens", b"cached_tokens", "connected", b"connected", "draining", b"draining", "fault", b"fault", "incarnation", b"incarnation", "known_pages", b"known_pages", "kv_dtype", b"kv_dtype", "load", b"load", "member", b"member", "misfits", b"misfits", "prompt_tokens", b"prompt_tokens", "quantization", b"quantization", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

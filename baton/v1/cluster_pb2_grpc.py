@@ -173,6 +173,11 @@ class ControlStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.PermitSwitchResponse.FromString,
                 _registered_method=True)
+        self.NameAdapter = channel.unary_unary(
+                '/baton.v1.Control/NameAdapter',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.NamedAdapter.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.NameAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -208,6 +213,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NameAdapter(self, request, context):
+        """Makes an adapter's name known to all routers, or unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -230,6 +242,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.PermitSwitch,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.SwitchRoleRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.PermitSwitchResponse.SerializeToString,
+            ),
+            'NameAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.NameAdapter,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.NamedAdapter.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.NameAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +368,33 @@ class Control(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def NameAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/NameAdapter',
+            baton_dot_v1_dot_cluster__pb2.NamedAdapter.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.NameAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AdminStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -415,6 +459,16 @@ class AdminStub(object):
                 '/baton.v1.Admin/ClearResponses',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.FromString,
+                _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/baton.v1.Admin/AddAdapter',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/baton.v1.Admin/RemoveAdapter',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.RemoveAdapterResponse.FromString,
                 _registered_method=True)
 
 
@@ -501,6 +555,22 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """Serves a LoRA adapter under a name from now on. Returns when every worker
+        has loaded it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Ends an adapter's name. Returns when this router's requests under it have
+        ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -558,6 +628,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ClearResponses,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.AddAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.RemoveAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -857,6 +937,60 @@ class Admin(object):
             '/baton.v1.Admin/ClearResponses',
             baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/AddAdapter',
+            baton_dot_v1_dot_cluster__pb2.AddAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/RemoveAdapter',
+            baton_dot_v1_dot_cluster__pb2.RemoveAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.RemoveAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

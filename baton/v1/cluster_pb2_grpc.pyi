@@ -81,6 +81,8 @@ class ControlStub:
     """Permits a role switch, which the router then carries out. Refused for the
     last worker of a role.
     """
+    NameAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedAdapter, _cluster_pb2.NameAdapterResponse]
+    """Makes an adapter's name known to all routers, or unknown."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -97,6 +99,8 @@ class ControlAsyncStub(ControlStub):
     """Permits a role switch, which the router then carries out. Refused for the
     last worker of a role.
     """
+    NameAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedAdapter, _cluster_pb2.NameAdapterResponse]  # type: ignore[assignment]
+    """Makes an adapter's name known to all routers, or unknown."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch."""
@@ -135,6 +139,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         last worker of a role.
         """
 
+    @_abc_1.abstractmethod
+    def NameAdapter(
+        self,
+        request: _cluster_pb2.NamedAdapter,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.NameAdapterResponse, _abc.Awaitable[_cluster_pb2.NameAdapterResponse]]:
+        """Makes an adapter's name known to all routers, or unknown."""
+
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AdminStub:
@@ -170,6 +182,14 @@ class AdminStub:
     """The last minutes, in steps of a few seconds."""
     ClearResponses: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClearResponsesRequest, _cluster_pb2.ClearResponsesResponse]
     """Deletes answers from the response cache: the shared one, or this router's."""
+    AddAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.AddAdapterRequest, _cluster_pb2.AddAdapterResponse]
+    """Serves a LoRA adapter under a name from now on. Returns when every worker
+    has loaded it.
+    """
+    RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RemoveAdapterRequest, _cluster_pb2.RemoveAdapterResponse]
+    """Ends an adapter's name. Returns when this router's requests under it have
+    ended.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -202,6 +222,14 @@ class AdminAsyncStub(AdminStub):
     """The last minutes, in steps of a few seconds."""
     ClearResponses: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClearResponsesRequest, _cluster_pb2.ClearResponsesResponse]  # type: ignore[assignment]
     """Deletes answers from the response cache: the shared one, or this router's."""
+    AddAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.AddAdapterRequest, _cluster_pb2.AddAdapterResponse]  # type: ignore[assignment]
+    """Serves a LoRA adapter under a name from now on. Returns when every worker
+    has loaded it.
+    """
+    RemoveAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RemoveAdapterRequest, _cluster_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
+    """Ends an adapter's name. Returns when this router's requests under it have
+    ended.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -297,5 +325,25 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ClearResponsesResponse, _abc.Awaitable[_cluster_pb2.ClearResponsesResponse]]:
         """Deletes answers from the response cache: the shared one, or this router's."""
+
+    @_abc_1.abstractmethod
+    def AddAdapter(
+        self,
+        request: _cluster_pb2.AddAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.AddAdapterResponse, _abc.Awaitable[_cluster_pb2.AddAdapterResponse]]:
+        """Serves a LoRA adapter under a name from now on. Returns when every worker
+        has loaded it.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveAdapter(
+        self,
+        request: _cluster_pb2.RemoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.RemoveAdapterResponse, _abc.Awaitable[_cluster_pb2.RemoveAdapterResponse]]:
+        """Ends an adapter's name. Returns when this router's requests under it have
+        ended.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -48,6 +48,8 @@ class InferenceStub:
     taken from the response cache nor kept there), "no-cache" (it is computed
     and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Turns texts into vectors: the model's last hidden states, pooled."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models this cluster serves."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -68,6 +70,8 @@ class InferenceAsyncStub(InferenceStub):
     taken from the response cache nor kept there), "no-cache" (it is computed
     and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
     """
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Turns texts into vectors: the model's last hidden states, pooled."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models this cluster serves."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -91,6 +95,14 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         taken from the response cache nor kept there), "no-cache" (it is computed
         and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
         """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Turns texts into vectors: the model's last hidden states, pooled."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -294,6 +294,7 @@ class Welcome(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name in the cluster."""
     incarnation: _builtins.int
@@ -324,6 +325,10 @@ class Welcome(_message.Message):
     """How its layers' weights were quantized when they were loaded, such as
     "int8"; empty where they were not.
     """
+    kv_dtype: _builtins.str
+    """What its pages hold, such as "int8"; empty where that is what its model
+    computes.
+    """
     @_builtins.property
     def pool(self) -> _transfer_pb2.PoolAddress:
         """The address and layout of its pages."""
@@ -350,10 +355,11 @@ class Welcome(_message.Message):
         metrics_address: _builtins.str = ...,
         verdicts: _abc.Iterable[Global___Verdict] | None = ...,
         quantization: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "model", b"model", "pool", b"pool", "protocol", b"protocol", "quantization", b"quantization", "role", b"role", "total_pages", b"total_pages", "verdicts", b"verdicts", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "metrics_address", b"metrics_address", "model", b"model", "pool", b"pool", "protocol", b"protocol", "quantization", b"quantization", "role", b"role", "total_pages", b"total_pages", "verdicts", b"verdicts", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -796,6 +802,8 @@ class Work(_message.Message):
     PREDICTION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ALONE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, unique among the router's live requests."""
     epoch: _builtins.int
@@ -824,6 +832,8 @@ class Work(_message.Message):
     """Whether it shares no step with other requests, since workers were lost
     under it: if it crashes the next one, the record of that step proves it.
     """
+    pooling: _inference_pb2.Pooling.ValueType
+    """Set where the prompt's embedding is wanted, which comes with the first token."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt and, after it, the answer of earlier attempts."""
@@ -842,6 +852,10 @@ class Work(_message.Message):
         from it.
         """
 
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """What is added to the model's weights. Not set: nothing."""
+
     def __init__(
         self,
         *,
@@ -859,10 +873,12 @@ class Work(_message.Message):
         prediction: _abc.Iterable[_builtins.int] | None = ...,
         priority: _builtins.int = ...,
         alone: _builtins.bool = ...,
+        adapter: Global___Adapter | None = ...,
+        pooling: _inference_pb2.Pooling.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "alone", b"alone", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prediction", b"prediction", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "alone", b"alone", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "pooling", b"pooling", "prediction", b"prediction", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -874,6 +890,34 @@ class Work(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___Work: _TypeAlias = Work  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter. A worker that has it not loaded loads it while the request
+    waits.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """Of its weights and config; see core/adapter_config.py. Part of page keys."""
+    folder: _builtins.str
+    """Where it is read from, if what is there still has this digest."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "folder", b"folder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
@@ -1148,6 +1192,7 @@ class FirstToken(_message.Message):
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCH_SECONDS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -1174,6 +1219,8 @@ class FirstToken(_message.Message):
     """How long the fetch took, or the prompt waited for it in vain. 0 without a
     fetch.
     """
+    embedding: _builtins.bytes
+    """The prompt's embedding, where requested: float32, little-endian, as pooled."""
     restored_tokens: _builtins.int
     """How many of cached_tokens were restored from the second tier."""
     @_builtins.property
@@ -1204,12 +1251,13 @@ class FirstToken(_message.Message):
         fetched_tokens: _builtins.int = ...,
         fetch_seconds: _builtins.float = ...,
         prompt_logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
+        embedding: _builtins.bytes = ...,
         chunks: _abc.Iterable[_timing_pb2.Chunk] | None = ...,
         restored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "fetch_seconds", b"fetch_seconds", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "embedding", b"embedding", "epoch", b"epoch", "fetch_seconds", b"fetch_seconds", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1288,6 +1336,7 @@ class StepTokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -1310,6 +1359,8 @@ class StepTokens(_message.Message):
     """How many tokens were guessed and checked for this (speculation). All but one
     of token_ids were right.
     """
+    embedding: _builtins.bytes
+    """With the first tokens of a Compute: as in FirstToken."""
     compute_seconds: _builtins.float
     """With the first tokens: from the place in the batch to the token."""
     restored_tokens: _builtins.int
@@ -1338,12 +1389,13 @@ class StepTokens(_message.Message):
         logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
         guessed_tokens: _builtins.int = ...,
+        embedding: _builtins.bytes = ...,
         compute_seconds: _builtins.float = ...,
         restored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "guessed_tokens", b"guessed_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "embedding", b"embedding", "epoch", b"epoch", "finish_reason", b"finish_reason", "guessed_tokens", b"guessed_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1404,6 +1456,7 @@ class Load(_message.Message):
     UP_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     PREFILLING_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
     """Pages that can be allocated at once, cached_pages included."""
     leased_pages: _builtins.int
@@ -1434,6 +1487,10 @@ class Load(_message.Message):
     """Requests whose pages are under way, out of prefill or into decode."""
     prefilling: _builtins.int
     """How many of running a decode worker still prefills locally."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Digests of the adapters that are loaded."""
+
     def __init__(
         self,
         *,
@@ -1452,10 +1509,11 @@ class Load(_message.Message):
         up_seconds: _builtins.float = ...,
         transfers: _builtins.int = ...,
         prefilling: _builtins.int = ...,
+        adapters: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "guessed_tokens", b"guessed_tokens", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "adapters", b"adapters", "busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "guessed_tokens", b"guessed_tokens", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
