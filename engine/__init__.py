@@ -9,6 +9,7 @@
     architecture    what a model is, by its config.json (model_config has the families)
     weights         its tensors, from a checkpoint, for each rank
     runner          turns a plan into one batch on a CPU; gpu/ has its twin
+    recorded_steps  a CPU's steps that only decode, repeated without Python
     model           the forward pass over kernels/
     sampler         the next tokens; grammar and logprobs beside it
     tensor_parallel ranks that share one model

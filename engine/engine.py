@@ -11,8 +11,7 @@ import gc
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,11 @@ from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.core.types import Work
+from baton.engine.adapter_pool import AdapterPool
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
-from baton.engine.gpu.device import GpuSettings, confine, memory_left
+from baton.engine.encoder import Encoder
+from baton.engine.gpu.device import GpuSettings, check_fp8, confine, memory_left
 from baton.engine.gpu.upload import Upload
 from baton.engine.grammar import Grammars, TokenGuide
 from baton.engine.model import Model
@@ -33,22 +34,29 @@ from baton.engine.model_choice import (
     AnyArchitecture,
     EngineChoice,
     FallbackArchitecture,
+    KvDtype,
     WeightQuantization,
+    check_adapters_of,
+    check_kv_dtype,
     check_quantization,
     describe_fallback,
     part_of,
     read_model,
+    stored_shape,
 )
 from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.runner import Runner
+from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Outcome, Plan
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import load_model
+from baton.kernels.low_rank import AdapterProducts
 
 if TYPE_CHECKING:
     from baton.engine.fallback.fallback_model import FallbackModel
+    from baton.engine.gpu.adapter_slots import AdapterSlots
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +67,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 FALLBACK_PAGES_SHARE = 0.8
 """Of the memory beside the weights, through transformers: what a step needs is not known there."""
+
+
+AnyAdapterPool = AdapterPool[AdapterProducts] | AdapterPool[Tensor]
 
 
 class AnyRunner(Protocol):
@@ -77,12 +88,16 @@ class Engine:
     architecture: AnyArchitecture  # of the whole model
     split: Split
     pool: PagePool
+    dtype: torch.dtype  # in which the model computes
     kv: Tensor  # [page, layer of a slice, k/v, token, kv_head, dim], one allocation; own heads
     context_length: int
     fingerprint: str
     grammars: Grammars
     make_runner: Callable[[GpuSettings], AnyRunner]
     gpu: GpuSettings  # what the runner was made for
+    gpu_adapters: AdapterSlots | None = None  # where a GPU has room for some
+    adapters: AnyAdapterPool | None = None  # once it is opened
+    encoder: Encoder | None = None  # the embedding model, once it is loaded
 
     def __post_init__(self) -> None:
         self._runner = self.make_runner(self.gpu)
@@ -104,6 +119,7 @@ class Engine:
         group: Group | None = None,
         engine: EngineChoice = "auto",
         quantization: WeightQuantization = "none",
+        kv_dtype: KvDtype = "auto",
     ) -> Engine:
         """Loads the model in `folder`, with `kv_memory` bytes of pages; on a GPU, 0 takes the
         rest of its memory.
@@ -115,11 +131,13 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(threads)
         architecture = read_model(folder, engine, max_context)
-        check_quantization(quantization, architecture, device)
         split = group.split if group else WHOLE
         part = part_of(architecture, split)
         kind = _dtype(dtype)
-        page_bytes = _page_bytes(part, page_size, kind) * split.size
+        check_quantization(quantization, architecture, device, str(kind).removeprefix("torch."))
+        check_kv_dtype(kv_dtype, architecture, device)
+        page = _empty_pages(part, 1, page_size, kind, kv_dtype, "meta")
+        page_bytes = page.nbytes * split.size
         least = page_bytes * len(architecture.slices.windows)
         if kv_memory or device == "cpu":
             _check_holds_a_page(kv_memory, least)
@@ -128,6 +146,8 @@ class Engine:
         if device != "cpu":
             torch.cuda.synchronize(device)  # makes its context
             progress("device", 1.0)
+        if quantization == "fp8":
+            check_fp8(device)
         model: Model | FallbackModel
         if isinstance(architecture, Architecture):
             source = (
@@ -138,6 +158,7 @@ class Engine:
             model = load_model(source, architecture, kind, device, group, quantization)
         else:
             model = _load_fallback(folder, architecture, kind, device, random_weights)
+        adapters = _room_for_adapters(model, gpu, device, group)
         context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
             kv_memory = _memory_for_pages(model, gpu, context, page_size, kind, device, group)
@@ -149,13 +170,39 @@ class Engine:
             pages = group.least(pages)
         pool = make_pool(pages, page_size, architecture.slices.windows)
         context = pool.longest_context(context)
-        shape = part.pages_shape(pool.total, page_size)
-        kv = torch.zeros(shape, dtype=kind, device=device)
-        make = partial(_make_runner, model, kv, pool, context, progress, group)
+        kv = _empty_pages(part, pool.total, page_size, kind, kv_dtype, device)
+        make = partial(_make_runner, model, kv, pool, context, progress, group, adapters)
         progress("pages", 1.0)
         name = fingerprint(folder, architecture, random_weights, quantization, split.size)
         grammars = Grammars(folder, architecture.vocabulary_size)
-        return cls(architecture, split, pool, kv, context, name, grammars, make, gpu)
+        return cls(
+            architecture, split, pool, kind, kv, context, name, grammars, make, gpu, adapters
+        )
+
+    def open_adapters(
+        self, slots: int, folders: Iterable[str], wake: Callable[[], object]
+    ) -> AnyAdapterPool:
+        """Serves adapters from now on, as AdapterPool says; raises InvalidConfig where it cannot
+        yet. On a GPU, its settings must have room for so many."""
+        check_adapters_of(self.architecture)
+        if self.gpu_adapters:
+            self.adapters = AdapterPool(self.gpu_adapters, slots, folders, wake)
+        else:
+            assert isinstance(self._runner, Runner)
+            self.adapters = AdapterPool(self._runner, slots, folders, wake)
+        return self.adapters
+
+    def load_encoder(self, folder: Path) -> None:
+        self.encoder = Encoder(folder, self.kv.device)
+
+    def encode(self, inputs: Collection[Sequence]) -> list[bool]:
+        """Computes the embedding model's inputs, whole and together. Whether each is finite."""
+        assert self.encoder is not None
+        pooled = [each.pooled for each in inputs if each.pooled]
+        vectors = self.encoder.embed([each.tokens for each in inputs])
+        for rows, vector in zip(pooled, vectors, strict=True):
+            rows.add(vector.double(), 1)
+        return [bool(vector.isfinite().all()) for vector in vectors]
 
     def reconfigure(self, threads: int, gpu: GpuSettings | None = None) -> None:
         """Hands the engine to the calling thread, for another role's steps. No step may be in
@@ -246,6 +293,7 @@ def _make_runner(
     context: int,
     progress: LoadProgress,
     group: Group | None,
+    adapters: AdapterSlots | None,
     gpu: GpuSettings,
 ) -> AnyRunner:
     if not isinstance(model, Model):
@@ -256,7 +304,19 @@ def _make_runner(
         return Runner(model, kv, group)
     from baton.engine.gpu.start import start_runner  # imports triton
 
-    return start_runner(model, kv, pool, context, gpu, progress, group)
+    return start_runner(model, kv, pool, context, gpu, progress, group, adapters)
+
+
+def _room_for_adapters(
+    model: Model | FallbackModel, gpu: GpuSettings, device: str, group: Group | None
+) -> AdapterSlots | None:
+    """Allocated before pages, which get what is left."""
+    if not gpu.adapters or device == "cpu" or not isinstance(model, Model):
+        return None
+    check_adapters_of(model.architecture)
+    from baton.engine.gpu.adapter_slots import AdapterSlots  # imports triton
+
+    return AdapterSlots(model, gpu.adapters, group)
 
 
 def fingerprint(
@@ -274,10 +334,19 @@ def fingerprint(
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode() + files).hexdigest()
 
 
-def _page_bytes(architecture: AnyArchitecture, page_size: int, dtype: torch.dtype) -> int:
+def _empty_pages(
+    architecture: AnyArchitecture,
+    pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: KvDtype,
+    device: str,
+) -> Tensor:
     if page_size < 1:
         raise InvalidConfig(f"a page holds at least 1 token, not {page_size}", field="page_size")
-    return math.prod(architecture.pages_shape(1, page_size)) * dtype.itemsize
+    shape = stored_shape(architecture.pages_shape(pages, page_size), kv_dtype)
+    stored = dtype if kv_dtype == "auto" else torch.int8
+    return torch.zeros(shape, dtype=stored, device=device)
 
 
 def _check_holds_a_page(kv_memory: int, page_bytes: int) -> None:

@@ -29,7 +29,7 @@ LEAST = -9999.0
 
 
 class PromptRow(NamedTuple):
-    """A row of a step that scores the next token of a prompt."""
+    """A row of a step that scores the next token of a prompt, or is part of its embedding."""
 
     sequence: Sequence
     position: int
@@ -97,11 +97,11 @@ def _score(logits: Tensor, tokens: Tensor, rows: list[Row], wanted: list[int]) -
 def prompt_rows(plan: Plan) -> list[PromptRow]:
     """`plan` is in the order of the step's rows, and so are these."""
     rows: list[PromptRow] = []
-    if all(sequence.work.prompt_logprobs is None for sequence in plan):
+    if all(each.work.prompt_logprobs is None and each.pooled is None for each in plan):
         return rows
     row = samples = 0
     for sequence, count in plan.items():
-        for position in sequence.scored(count):
+        for position in sequence.needed(count):
             here = row + position - sequence.computed
             rows.append(PromptRow(sequence, position, here, len(rows) + samples))
         drawn = sequence.draws(count)

@@ -19,7 +19,8 @@ from baton.kernels.attention import (
 from baton.kernels.cache import LayerCache, rotate_and_write_
 from baton.kernels.experts import MLP, Experts
 from baton.kernels.latent import LatentHeads
-from baton.kernels.linear import Linear, RMSNorm
+from baton.kernels.linear import Linear, RMSNorm, WeightCodes
+from baton.kernels.low_rank import AdaptedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class StepBatch:
     chunks: list[ChunkRows]
     samples: Tensor  # [n], the rows whose logits are needed, in order
     sample_reads: DecodeReads | None  # of those rows, in the last layer; None without any
+    adapted: AdaptedRows | None = None  # None where no row has an adapter
+    sample_adapted: AdaptedRows | None = None  # the same of `samples`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,10 @@ class Layer:
     window: int | None
     rope: int | None  # its place in the architecture's ropes
 
-    def quantize(self) -> None:
-        """Keeps weights as int8 codes, but those between latents and heads."""
+    def quantize(self, kind: WeightCodes) -> None:
+        """Keeps weights as codes, but those between latents and heads."""
         for part in (self.qkv, self.output, self.mlp):
-            part.quantize()
+            part.quantize(kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +97,21 @@ class Model:
     def forward(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
         """Writes the batch's keys and values; the last layer's output for its samples,
         [n, hidden]."""
-        hidden = self.embedding[batch.tokens]
+        return self.run_layers(self.embed(batch.tokens), batch, caches)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T, hidden]"""
+        hidden = self.embedding[tokens]
         if self.embedding_scale != 1.0:
             hidden *= self.embedding_scale
+        return hidden
+
+    def run_layers(self, hidden: Tensor, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
+        """`forward` of embedded tokens, which it leaves as they are."""
         for layer, cache in zip(self.layers[:-1], caches, strict=False):
             query = self._project(layer, hidden, batch, cache)
             attended = self._attend(layer, query, batch, cache)
-            hidden = self._finish(layer, hidden, attended)
+            hidden = self._finish(layer, hidden, attended, batch.adapted)
         return self._last_layer(hidden, batch, caches[-1])
 
     def _last_layer(self, hidden: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
@@ -112,7 +123,7 @@ class Model:
         if len(batch.samples) < len(batch.tokens):
             hidden, query = hidden[batch.samples], query[batch.samples]
         attended = decode_attention(query, cache, batch.sample_reads, layer.scoring, layer.sinks)
-        return self._finish(layer, hidden, attended)
+        return self._finish(layer, hidden, attended, batch.sample_adapted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] of `forward`'s output."""
@@ -128,7 +139,7 @@ class Model:
     def _project(self, layer: Layer, hidden: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
         """Queries [T, heads, dim]; keys and values are stored."""
         heads = self.architecture.heads
-        qkv = layer.qkv(hidden, layer.attention_norm)
+        qkv = layer.qkv(hidden, layer.attention_norm, batch.adapted)
         if layer.latent:
             qkv = layer.latent.queries_and_latent(qkv)
         if layer.summed_norms:
@@ -150,8 +161,10 @@ class Model:
             parts.append(chunk_attention(rows, cache, reads, layer.scoring, layer.sinks))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:
+    def _finish(
+        self, layer: Layer, hidden: Tensor, attended: Tensor, adapted: AdaptedRows | None
+    ) -> Tensor:
         if layer.latent:
             attended = layer.latent.values(attended)
-        hidden = layer.output.add_to(hidden, attended, layer.attention_after)
-        return layer.mlp.add_to(hidden, layer.mlp_norm, layer.mlp_after)
+        hidden = layer.output.add_to(hidden, attended, layer.attention_after, adapted)
+        return layer.mlp.add_to(hidden, layer.mlp_norm, layer.mlp_after, adapted)

@@ -14,10 +14,14 @@ from baton.engine.architecture import Architecture, Split, check_split, read_arc
 from baton.engine.families import FAMILIES
 from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import read_stated
+from baton.kernels import SCALE_BYTES
 
 EngineChoice = Literal["auto", "native", "transformers"]
-WeightQuantization = Literal["none", "int8"]
+WeightQuantization = Literal["none", "int8", "fp8"]
 """Of a model's weights when they are loaded."""
+
+KvDtype = Literal["auto", "int8"]
+"""Of keys and values in pages; auto: the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +93,59 @@ def check_ranks_of(model: AnyArchitecture, size: int) -> None:
 
 
 def check_quantization(
-    quantization: WeightQuantization, model: AnyArchitecture, device: str
+    quantization: WeightQuantization, model: AnyArchitecture, device: str, dtype: str
 ) -> None:
-    """Raises InvalidConfig where the model cannot be quantized on such a device, or `auto`."""
-    if quantization == "none":
+    """Raises InvalidConfig where the model cannot be quantized on such a device and with such
+    numbers; either may be `auto`."""
+    if quantization != "none" and (obstacle := _obstacle(quantization, model, device, dtype)):
+        raise InvalidConfig(f"{obstacle}; quantization is {quantization}", field="quantization")
+
+
+def _obstacle(
+    quantization: WeightQuantization, model: AnyArchitecture, device: str, dtype: str
+) -> str | None:
+    if not isinstance(model, Architecture):
+        return "a model that runs through transformers cannot be quantized"
+    if quantization == "int8":
+        return "GPUs have fp8, not int8" if device.startswith("cuda") else None
+    if device == "cpu":
+        return "CPUs have int8, not fp8"
+    if dtype not in ("auto", "bfloat16"):
+        return f"fp8 needs dtype bfloat16, not {dtype}"
+    return "experts are not quantized on GPUs yet" if model.routing else None
+
+
+def check_adapters_of(model: AnyArchitecture) -> None:
+    """Raises InvalidConfig when the model's adapters cannot be served."""
+    reason = ""
+    if not isinstance(model, Architecture):
+        reason = "a model that runs through transformers"
+    elif model.latent:
+        reason = "a model with latent attention"
+    if reason:
+        raise InvalidConfig(f"{reason} has no adapters yet", field="adapters")
+
+
+def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> None:
+    """Raises InvalidConfig where pages cannot be kept so on such a device, or `auto`."""
+    if kv_dtype == "auto":
         return
     if not isinstance(model, Architecture):
-        obstacle = "a model that runs through transformers cannot be quantized"
+        obstacle = "a model that runs through transformers has pages of its own dtype"
     elif device.startswith("cuda"):
-        obstacle = "models are not quantized on GPUs yet"
+        obstacle = "pages are not quantized on GPUs yet"
+    elif model.latent:
+        obstacle = "pages of latents are not quantized yet"
+    elif model.head_dim % SCALE_BYTES:
+        obstacle = f"heads of {model.head_dim} numbers, no multiple of 4, are not quantized"
     else:
         return
-    raise InvalidConfig(f"{obstacle}; quantization is {quantization}", field="quantization")
+    raise InvalidConfig(f"{obstacle}; kv_dtype is {kv_dtype}", field="kv_dtype")
+
+
+def stored_shape(shape: tuple[int, ...], kv_dtype: KvDtype) -> tuple[int, ...]:
+    """Of numbers [..., dim] in memory of that dtype: behind a head's codes is their scale."""
+    return shape if kv_dtype == "auto" else (*shape[:-1], shape[-1] + SCALE_BYTES)
 
 
 def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:

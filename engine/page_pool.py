@@ -226,9 +226,9 @@ class PagePool:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def chain(self, salt: str) -> KeyChain:
-        """Makes page keys for a request; requests with the same salt share pages."""
-        root = None if self.root is None else salted_root(self.root, salt)
+    def chain(self, salt: str, adapter: bytes = b"") -> KeyChain:
+        """Makes page keys for a request; requests with the same salt and adapter share pages."""
+        root = None if self.root is None else salted_root(self.root, salt, adapter)
         return KeyChain(root, self.page_size)
 
     def longest_context(self, limit: int) -> int:

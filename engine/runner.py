@@ -12,13 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.core.types import Adapter
+from baton.engine.adapter_weights import load_adapter
+from baton.engine.architecture import Split
 from baton.engine.layer_slices import LayerSlices
 from baton.engine.logprobs import prompt_rows, score, score_prompts, store_prompt_scores
 from baton.engine.model import ChunkRows, Model, StepBatch
+from baton.engine.pooled_rows import pool_rows
+from baton.engine.recorded_steps import RecordedSteps
 from baton.engine.rotations import Rotation
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.step import (
+    AdapterChange,
     Checked,
     ChunkInputs,
     Drawn,
@@ -33,6 +39,7 @@ from baton.engine.step import (
 from baton.engine.tensor_parallel import Group
 from baton.kernels.attention import ChunkReads, DecodeReads, prepare_attention
 from baton.kernels.cache import layer_caches, prepare_rotation, token_rows
+from baton.kernels.low_rank import AdaptedRows, AdapterProducts
 
 
 class StepRows(NamedTuple):
@@ -41,7 +48,7 @@ class StepRows(NamedTuple):
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     writes: list[Tensor]  # by table, [T, 2], rows of LayerCache.tokens
-    wanted: Tensor  # [n], the rows whose logits are needed, in order
+    wanted: Tensor  # [n], the rows that the last layer computes, in order
 
 
 class StepRunner:
@@ -71,6 +78,10 @@ class StepRunner:
         """[n, vocabulary] of `_forward`'s output."""
         raise NotImplementedError
 
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """`_forward`'s output after the model's last norm."""
+        raise NotImplementedError
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FinishedStep:
         """Runs one forward for all chunks, and samples the next token of those that ask."""
@@ -81,9 +92,13 @@ class StepRunner:
             self._group.broadcast(pickle.dumps(inputs))
         hidden = self._forward(inputs)
         sampled = self._score_prompts(hidden, rows)
+        owners = [each for each, chunk in zip(rows, inputs, strict=True) for _ in chunk.wanted]
+        pooled = pool_rows(owners, lambda: self._normed(hidden), self._tensor)
         outcomes: dict[Sequence, Outcome] = dict.fromkeys(plan)
         if len(sampled):
             outcomes.update(self._draw(sampled, rows))
+        if pooled:
+            pooled.store()
         for sequence, count in plan.items():
             outcome = outcomes[sequence]
             right = len(outcome.drawn) - 1 if isinstance(outcome, Checked) else 0
@@ -113,15 +128,16 @@ class StepRunner:
         rows = prompt_rows(plan)
         if not rows:
             return hidden
-        scored = torch.zeros(len(hidden), dtype=torch.bool)
-        scored[[row.place for row in rows]] = True
-        prompts = hidden[scored]
+        sampled = torch.ones(len(hidden), dtype=torch.bool)
+        sampled[[row.place for row in rows]] = False
+        scored = [row for row in rows if row.sequence.pooled is None]
+        prompts = hidden[[row.place for row in scored]]
 
         def logits_of(part: slice) -> Tensor:
             return self._logits(prompts[part])[:, : self._sampler.vocabulary_size]
 
-        store_prompt_scores(score_prompts(rows, logits_of))
-        return hidden[~scored]
+        store_prompt_scores(score_prompts(scored, logits_of))
+        return hidden[sampled]
 
     def _rows(self, inputs: list[ChunkInputs]) -> StepRows:
         tokens: list[int] = []
@@ -203,27 +219,61 @@ class Runner(StepRunner):
         shape = model.architecture
         super().__init__(kv, shape.slices, shape.vocabulary_size, shape.value_dim, group)
         self._model = model
+        self.adapters: dict[bytes, AdapterProducts] = {}  # loaded, by digest
         last = shape.latent is not None
         self._rotations = [
             Rotation(rope, shape.head_dim, kv.device, last=last) for rope in shape.ropes
         ]
         model.pack()
-        prepare_attention(shape.heads, self._caches[0], model.layers[0].scoring)
-        prepare_rotation(self._caches[0])
+        cache, dtype = self._caches[0], model.embedding.dtype
+        prepare_attention(shape.heads, cache, model.layers[0].scoring, dtype)
+        prepare_rotation(cache, dtype)
+        self.recorded = RecordedSteps(model, self._caches)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
 
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return self._model.norm(hidden)
+
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:
-        """Runs this rank's part of a step that rank 0 runs."""
-        self._forward(pickle.loads(step))
+        """Runs this rank's part of a step that rank 0 runs, or loads or drops an adapter as it
+        did."""
+        message = pickle.loads(step)
+        if not isinstance(message, AdapterChange):
+            self._forward(message)
+        elif message.loaded:
+            self.add_adapter(message.adapter, self.load_adapter(message.adapter))
+        else:
+            self.drop_adapter(message.adapter.digest)
+
+    def load_adapter(self, adapter: Adapter) -> AdapterProducts:
+        """This rank's part. May be called from another thread."""
+        split = self._group.split if self._group else Split()
+        return load_adapter(adapter, self._model, split, self._model.embedding.dtype)
+
+    def add_adapter(self, adapter: Adapter, products: AdapterProducts) -> None:
+        self.adapters[adapter.digest] = products
+        self._broadcast(AdapterChange(adapter, loaded=True))
+
+    def drop_adapter(self, digest: bytes) -> None:
+        del self.adapters[digest]
+        self._broadcast(AdapterChange(Adapter(digest, ""), loaded=False))
+
+    def _broadcast(self, change: AdapterChange) -> None:
+        """From rank 0: has the others do the same."""
+        if self._group:
+            self._group.broadcast(pickle.dumps(change))
 
     def _forward(self, inputs: list[ChunkInputs]) -> Tensor:
         """The last layer's output for the wanted rows, [n, hidden]. On rank 0 it returns when all
         ranks have written."""
-        hidden = self._model.forward(self._batch(inputs), self._caches)
-        if self._group and not len(hidden):
+        batch = self._batch(inputs)
+        if not self._group:
+            return self.recorded.forward(batch)
+        hidden = self._model.forward(batch, self._caches)
+        if not len(hidden):
             self._group.wait()  # no sum follows the last keys and values
         return hidden
 
@@ -232,6 +282,7 @@ class Runner(StepRunner):
         rows = self._rows(inputs)
         decode_reads = self._reads_by_table(inputs[:single])
         decoding = sum(len(chunk.tokens) for chunk in inputs[:single])
+        adapted, sample_adapted = self._adapted(inputs)
         return StepBatch(
             tokens=rows.tokens,
             rotations=[rotation(rows.positions) for rotation in self._rotations],
@@ -241,7 +292,21 @@ class Runner(StepRunner):
             chunks=self._chunks(inputs[single:], decoding),
             samples=rows.wanted,
             sample_reads=self._sample_reads(inputs, decode_reads),
+            adapted=adapted,
+            sample_adapted=sample_adapted,
         )
+
+    def _adapted(self, inputs: list[ChunkInputs]) -> tuple[AdaptedRows | None, AdaptedRows | None]:
+        """Of all rows, and of those whose logits are needed; None where none has an adapter."""
+        if not any(chunk.adapter for chunk in inputs):
+            return None, None
+        rows: list[AdapterProducts | None] = []
+        samples: list[AdapterProducts | None] = []
+        for chunk in inputs:
+            products = self.adapters[chunk.adapter] if chunk.adapter else None
+            rows += [products] * len(chunk.tokens)
+            samples += [products] * len(chunk.wanted)
+        return AdaptedRows(rows), AdaptedRows(samples)
 
     def _sample_reads(
         self, inputs: list[ChunkInputs], decode_reads: list[DecodeReads]

@@ -10,6 +10,7 @@ from baton.core.page_keys import KeyChain
 from baton.core.types import FinishReason, Logprobs, Work
 from baton.engine.grammar import TokenGuide
 from baton.engine.page_pool import Lease, PagePool
+from baton.engine.pooled_rows import PooledRows
 from baton.engine.prompt_lookup import PromptLookup
 
 
@@ -32,17 +33,20 @@ class Sequence:
     guesses: list[int] = field(default_factory=list)  # run by the next step that samples
     assumed: int = 0  # guesses that count as drawn; see `ahead`
     prompt_scores: list[Logprobs] = field(default_factory=list)  # from the second token on
+    pooled: PooledRows | None = None  # where the prompt's embedding is wanted
 
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.work.prompt_tokens)
+        if self.work.pooling:
+            self.pooled = PooledRows()
 
     @classmethod
     def queued(cls, work: Work, pool: PagePool) -> Self:
         """A sequence that has no pages yet."""
         lease = pool.lease([])
         lease.release()
-        return cls(work, lease, chain=pool.chain(work.cache_name))
+        return cls(work, lease, chain=pool.chain(work.cache_name, work.adapter_digest))
 
     @property
     def keys_to_find(self) -> list[bytes]:
@@ -94,12 +98,13 @@ class Sequence:
         guesses, self.guesses = self.guesses, []
         return guesses
 
-    def scored(self, count: int) -> range:
-        """Of its next `count` positions, those whose next token's log probability the request
-        asks for."""
-        if self.work.prompt_logprobs is None:
+    def needed(self, count: int) -> range:
+        """Of its next `count` positions, those that the last layer computes beside the one that
+        samples: whose next token's log probability, or whose hidden state, the request asks
+        for."""
+        if not self.work.needs_all_rows:
             return range(0)
-        start = max(self.computed, len(self.prompt_scores))
+        start = max(self.computed, self.pooled.count if self.pooled else len(self.prompt_scores))
         return range(start, min(self.computed + count, self.prompt_length - 1))
 
     def cover(self, count: int, pool: PagePool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from baton.core.errors import BatonError, Internal
-from baton.core.types import DeviceEvent, Logprobs
+from baton.core.types import Adapter, DeviceEvent, Logprobs
 from baton.engine.sequence import Sequence
 
 Plan = dict[Sequence, int]
@@ -100,8 +100,9 @@ class ChunkInputs(NamedTuple):
     start: int  # position of the first token
     tokens: list[int]
     tables: list[list[int]]  # pages of the sequence by slice, at least up to the last token
-    wanted: list[int]  # positions whose logits are needed
+    wanted: list[int]  # positions that the last layer computes
     guesses: int = 0  # of the tokens, those at the end that were guessed
+    adapter: bytes = b""  # its digest; empty: none
 
     @property
     def decodes(self) -> bool:
@@ -114,11 +115,20 @@ class ChunkInputs(NamedTuple):
         return self.start + len(self.tokens)
 
 
+class AdapterChange(NamedTuple):
+    """What other ranks are sent before a step that needs an adapter, or after the last that
+    did."""
+
+    adapter: Adapter
+    loaded: bool
+
+
 def chunk_inputs(sequence: Sequence, count: int, page_size: int) -> ChunkInputs:
     start, drawn = sequence.computed, sequence.draws(count)
     guesses = sequence.guesses if drawn else []
     end = start + count + len(guesses)
     tables = [table[: -(-end // page_size)] for table in sequence.lease.tables]
-    wanted = [*sequence.scored(count), *range(end - drawn, end)]
+    wanted = [*sequence.needed(count), *range(end - drawn, end)]
     tokens = sequence.tokens[start : start + count] + guesses
-    return ChunkInputs(start, tokens, tables, wanted, len(guesses))
+    adapter = sequence.work.adapter_digest
+    return ChunkInputs(start, tokens, tables, wanted, len(guesses), adapter)

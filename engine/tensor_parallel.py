@@ -23,6 +23,7 @@ from torch.nn import functional
 from baton.engine.architecture import Split
 from baton.kernels.experts import Experts
 from baton.kernels.linear import Linear, RMSNorm
+from baton.kernels.low_rank import AdaptedRows
 
 TIMEOUT = timedelta(minutes=2)
 """A rank that waits longer for another within a step ends."""
@@ -163,12 +164,19 @@ class SummedLinear(Linear):
         super().__init__(weight, bias)
         self.group = group
 
-    def add_to(self, residual: Tensor, x: Tensor, after: RMSNorm | None = None) -> Tensor:
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        after: RMSNorm | None = None,
+        adapted: AdaptedRows | None = None,
+    ) -> Tensor:
         """residual [rows, out], the same on all ranks, + the sum, normalized if a norm is given."""
         if after:
-            return after.add_to(residual, self.group.sum(self(x)))
-        part = self(x) if self.group.split.rank else super().add_to(residual, x)
-        return self.group.sum(part)
+            return after.add_to(residual, self.group.sum(self(x, None, adapted)))
+        if self.group.split.rank:
+            return self.group.sum(self(x, None, adapted))
+        return self.group.sum(super().add_to(residual, x, None, adapted))
 
 
 class SummedNorms:
@@ -209,7 +217,11 @@ class SummedExperts(Experts):
         self.group = group
 
     def add_to(
-        self, residual: Tensor, norm: RMSNorm | None, after: RMSNorm | None = None
+        self,
+        residual: Tensor,
+        norm: RMSNorm | None,
+        after: RMSNorm | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """As SummedLinear.add_to."""
         if after:

@@ -60,8 +60,10 @@ def load_model(
 
 
 def describe_quantization(quantization: WeightQuantization, dtype: str) -> str:
-    """Which code multiplies the weights, where that is a question of the CPU."""
-    return "" if quantization == "none" else f"; {quantization} weights {describe_int8(dtype)}"
+    """Which code multiplies the weights, or what they lose."""
+    if quantization == "fp8":
+        return "; a small model loses by fp8 (baton doctor --quality)"
+    return f"; int8 weights {describe_int8(dtype)}" if quantization == "int8" else ""
 
 
 def separate_pairs(pairs: Tensor) -> Tensor:
@@ -93,8 +95,8 @@ class _Loader:
         layers = []
         for index in range(shape.layers):
             layers.append(self._layer(index))
-            if quantization == "int8":
-                layers[-1].quantize()
+            if quantization != "none":
+                layers[-1].quantize(quantization)
         norm = self._norm("model.norm.weight", shape.hidden)
         head = self._head(embedding)
         self._source.finish(_extra_layers(shape))

@@ -44,6 +44,9 @@ class FallbackRunner(StepRunner):
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
 
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return hidden  # the head's input
+
     def _paged_step(self, inputs: list[ChunkInputs], writes: list[Tensor]) -> PagedStep:
         count = sum(chunk.decodes for chunk in inputs)
         decoding = sum(len(chunk.tokens) for chunk in inputs[:count])

@@ -32,6 +32,7 @@ class StepArrays:
     blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py
     long: list[LongChunk]
     decoding: int  # rows that are the one new token of their sequence
+    adapters: Ints | None = None  # [T], slots of the rows' adapters or -1; None: no row has one
 
     @property
     def count(self) -> int:
@@ -61,6 +62,9 @@ class StepArrays:
             blocks=np.concatenate((self.blocks, idle.blocks)),
             long=self.long,
             decoding=self.decoding + idle.decoding,
+            adapters=None
+            if self.adapters is None
+            else np.pad(self.adapters, (0, count), constant_values=-1),
         )
 
     @classmethod
@@ -88,10 +92,12 @@ class Limits:
     recorded: int  # rows of the largest recorded step over prompts
 
 
-def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
+def step_arrays(
+    plan: Plan, slots: list[int], limits: Limits, adapters: Ints | None = None
+) -> StepArrays:
     """The arrays of one step. The plan is in the order of its rows."""
     page_size = limits.page_size
-    decoding = min(sum(count == 1 for count in plan.values()), limits.decoding)
+    decoding = _decoding(plan, limits)
     counts = np.asarray(list(plan.values()), dtype=np.int32)
     starts = np.asarray([sequence.computed for sequence in plan], dtype=np.int32)
     firsts = np.cumsum(counts) - counts
@@ -120,7 +126,16 @@ def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
         blocks=np.asarray(blocks, dtype=np.int32).reshape(-1, 4),
         long=long,
         decoding=decoding,
+        adapters=adapters,
     )
+
+
+def _decoding(plan: Plan, limits: Limits) -> int:
+    singles = min(sum(count == 1 for count in plan.values()), limits.decoding)
+    # A step that only decodes ends in logits. Embeddings need its hidden states: then the last row
+    # is a chunk of one token.
+    embeds = singles == len(plan) and any(sequence.pooled for sequence in plan)
+    return singles - 1 if embeds else singles
 
 
 def _tokens(sequence: Sequence, count: int) -> list[int]:
@@ -175,7 +190,7 @@ def _pinned(array: Ints, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-HEAD = 7
+HEAD = 8
 
 
 class StepMessage(NamedTuple):
@@ -185,26 +200,29 @@ class StepMessage(NamedTuple):
 
 
 def encode_step(step: StepMessage) -> bytes:
-    """Counts of inputs of a row, rows, blocks, long chunks, decoding rows, pages and wanted rows;
-    then all."""
+    """Counts of inputs of a row, rows, blocks, long chunks, decoding rows, pages, wanted rows and
+    rows with or without adapters, if any has one; then all."""
     arrays = step.arrays
+    adapters = np.empty(0, np.int32) if arrays.adapters is None else arrays.adapters
     head = [*arrays.rows.shape, len(arrays.blocks), len(arrays.long), arrays.decoding]
-    head += [len(step.pages), len(step.wanted)]
+    head += [len(step.pages), len(step.wanted), len(adapters)]
     for chunk in arrays.long:
         head += [chunk.first, chunk.count, chunk.start, chunk.slot]
-    parts = (np.array(head, np.int32), arrays.joined(), step.pages.ravel(), step.wanted)
+    rest = step.pages.ravel(), step.wanted, adapters
+    parts = (np.array(head, np.int32), arrays.joined(), *rest)
     return np.concatenate(parts).astype(np.int32, copy=False).tobytes()
 
 
 def decode_step(message: bytes) -> StepMessage:
     numbers = np.frombuffer(message, np.int32).copy()
-    inputs, rows, blocks, long, decoding, pages, wanted = numbers[:HEAD].tolist()
-    sizes = [HEAD, 4 * long, inputs * rows, 4 * blocks, 2 * pages, wanted]
+    inputs, rows, blocks, long, decoding, pages, wanted, adapted = numbers[:HEAD].tolist()
+    sizes = [HEAD, 4 * long, inputs * rows, 4 * blocks, 2 * pages, wanted, adapted]
     parts = np.split(numbers, np.cumsum(sizes)[:-1])
     arrays = StepArrays(
         rows=parts[2].reshape(inputs, -1),
         blocks=parts[3].reshape(-1, 4),
         long=[LongChunk(*chunk) for chunk in parts[1].reshape(-1, 4).tolist()],
         decoding=decoding,
+        adapters=parts[6] if adapted else None,
     )
     return StepMessage(arrays, parts[4].reshape(-1, 2), parts[5])

@@ -17,10 +17,21 @@ from baton.core.errors import InvalidConfig
 GRANULARITY = 8
 """Multiprocessors are assigned in groups of this size."""
 
+FP8_CAPABILITY = (9, 0)
+
 log = logging.getLogger(__name__)
 
 _contexts: list[object] = []
 """A context ends with its last reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """The LoRA adapters that a GPU has room for."""
+
+    slots: int
+    rank: int  # the largest
+    host_memory: int  # bytes of adapters that wait in host memory to be copied again
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +41,7 @@ class GpuSettings:
     chunk_tokens: int = 8192  # prompt tokens of a step
     share: float = 1.0  # of the GPU's multiprocessors
     numerics: str = "invariant"  # see engine/gpu/numerics.py
+    adapters: AdapterRoom | None = None  # None: no adapters are served
 
 
 def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) -> int:
@@ -47,6 +59,17 @@ def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) 
             field="gpu_memory",
         )
     return left
+
+
+def check_fp8(device: str) -> None:
+    """Raises InvalidConfig if the GPU has no products of FP8 that add up as ours do."""
+    import torch  # as below
+
+    if (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        found, needed = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
+        raise InvalidConfig(
+            f"fp8 needs a GPU of compute capability {needed}, not {found}", field="quantization"
+        )
 
 
 def confine(share: float, device: str) -> None:

@@ -10,31 +10,37 @@ form for any number of rows (kernels/gpu/experts.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from baton.engine.gpu.adapter_rows import StepAdapters
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.model import Layer, Model
 from baton.engine.tensor_parallel import SummedExperts, SummedLinear
 from baton.kernels.experts import MLP, Experts
+from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu.experts import gated as experts_gated
 from baton.kernels.gpu.experts import sum_parts, weighted
 from baton.kernels.gpu.experts_of_row import weighted_onto
+from baton.kernels.gpu.fp8_rows import library_product
+from baton.kernels.gpu.gate import gate_and_multiply
 from baton.kernels.gpu.latent_projection import norm_queries
 from baton.kernels.gpu.linear import (
     MOST_ROWS,
+    Weight,
     few_rows,
     few_rows_alone,
     few_rows_onto,
-    gate_and_multiply,
+    most_fp8_rows,
 )
+from baton.kernels.gpu.low_rank import TILE_ROWS, expand_onto
 from baton.kernels.gpu.norm import Scaled, embed, rms_norm, scale_rows
 from baton.kernels.gpu.prefetch import SHORT_BYTES
 from baton.kernels.gpu.rotary import Projected, norm_projections
 from baton.kernels.gpu.routing import route
-from baton.kernels.linear import GatedLinear, Linear, RMSNorm
+from baton.kernels.linear import AnyLinear, GatedLinear, Linear, RMSNorm
 
 SPLIT_ROWS = range(65, 257)
 """With this many rows a product onto the residual has tiles for half of the chip: where a
@@ -55,6 +61,7 @@ class Forward:
         self._norms_projections = model.architecture.query_key_norm == "projection"
         self._numerics = numerics
         self._indices = list(range(len(model.layers)))
+        self._most_fp8_rows = most_fp8_rows(_fp8_weights(model))
         # In float16 rows are normed before the product: see kernels/gpu/norm.py.
         self._late_size = model.embedding.dtype != torch.float16
 
@@ -68,15 +75,27 @@ class Forward:
         few._indices = sorted({0, *before, *pairs.values(), len(kinds) - 1})
         return few
 
-    def __call__(self, tokens: Tensor, attend: Attend, samples: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        attend: Attend,
+        samples: Tensor | None = None,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
         """tokens [T] -> the head's input, [n, hidden], for rows `samples` [n] or for all.
 
         With `samples`, the last layer's `attend` returns only those rows.
         """
         with self._numerics.library(len(tokens)):
-            return self._layers(tokens, attend, samples)
+            return self._layers(tokens, attend, samples, adapters)
 
-    def _layers(self, tokens: Tensor, attend: Attend, samples: Tensor | None) -> Tensor:
+    def _layers(
+        self,
+        tokens: Tensor,
+        attend: Attend,
+        samples: Tensor | None,
+        adapters: StepAdapters | None,
+    ) -> Tensor:
         model = self._model
         first = _weight(model.layers[0].attention_norm)
         residual, source = embed(
@@ -85,18 +104,20 @@ class Forward:
         last = len(model.layers) - 1
         for index in self._indices:
             layer = model.layers[index]
-            attended = attend(index, self._project(layer, source))
+            attended = attend(index, self._project(layer, source, adapters))
             if index == last and samples is not None:
                 residual = residual[samples]
+                adapters = adapters and adapters.of_samples()
             norms = _weight(layer.mlp_norm), _weight(layer.attention_after)
-            source = self._onto(residual, layer.output, attended, *norms)
+            source = self._onto(residual, layer.output, attended, *norms, adapters)
             following: RMSNorm | None = model.norm
             product = model.head
             if index < last:
                 following = model.layers[index + 1].attention_norm
                 product = model.layers[index + 1].qkv
             norms = _weight(following), _weight(layer.mlp_after)
-            source = self._feed_forward(residual, layer.mlp, source, *norms, product.weight)
+            ahead = _read(product)
+            source = self._feed_forward(residual, layer.mlp, source, *norms, ahead, adapters)
         return rms_norm(residual, model.norm.weight, self._epsilon)
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
@@ -107,22 +128,36 @@ class Forward:
         with self._numerics.library(len(normed)):
             return self._model.finish_logits(self._product(weight, normed, out))
 
-    def _is_few(self, x: Tensor) -> bool:
-        return len(x) <= MOST_ROWS
+    def _is_few(self, x: Tensor, weight: Weight, adapters: StepAdapters | None = None) -> bool:
+        """Whether a product has what follows it inside; with adapters, of one tile's rows."""
+        most = MOST_ROWS if isinstance(weight, Tensor) else self._most_fp8_rows
+        return len(x) <= most and (adapters is None or len(x) <= TILE_ROWS)
 
-    def _product(self, weight: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if self._is_few(x):
+    def _product(self, weight: Weight, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if self._is_few(x, weight):
             return few_rows_alone(x, weight, out)
+        if isinstance(weight, Fp8Weight):
+            return library_product(x, weight)
         return torch.mm(x, weight.t(), out=out)
 
-    def _project(self, layer: Layer, source: Scaled) -> Projected:
+    def _adapted(self, linear: AnyLinear, x: Tensor, adapters: StepAdapters | None) -> Tensor:
+        """The product, without a bias, with what adapters add to it."""
+        product = self._product(linear.kept, x)
+        if shrunk := adapters and adapters.shrink(linear, x):
+            expand_onto(product, shrunk)
+        return product
+
+    def _project(self, layer: Layer, source: Scaled, adapters: StepAdapters | None) -> Projected:
         linear = layer.qkv
-        if self._is_few(source.x) and self._late_size:
-            output = layer.output.weight
+        if self._is_few(source.x, linear.kept, adapters) and self._late_size:
+            output = _read(layer.output)
             ahead = output if output.nbytes <= SHORT_BYTES else None
-            projected = Projected(few_rows(source, linear.weight, linear.bias, ahead=ahead))
+            shrunk = adapters and adapters.shrink(linear, source.x)
+            projected = Projected(
+                few_rows(source, linear.kept, linear.bias, ahead=ahead, shrunk=shrunk)
+            )
         else:
-            projected = Projected(self._product(linear.weight, source.x), source, linear.bias)
+            projected = Projected(self._adapted(linear, source.x, adapters), source, linear.bias)
         if layer.latent and layer.latent.query and layer.latent.query_norm:
             return self._with_queries(projected, layer.latent.query, layer.latent.query_norm)
         if layer.summed_norms:
@@ -147,10 +182,12 @@ class Forward:
         norm: Tensor | None,
         after: Tensor | None,
         ahead: Tensor,
+        adapters: StepAdapters | None,
     ) -> Scaled:
         """residual += mlp(source), as _onto. `ahead`: the weights of the next product."""
         if isinstance(mlp, MLP):
-            return self._onto(residual, mlp.down, self._gated(mlp.gate_up, source), norm, after)
+            gated = self._gated(mlp.gate_up, source, adapters)
+            return self._onto(residual, mlp.down, gated, norm, after, adapters)
         routed = route(source, mlp.router, mlp.correction, mlp.routing)
         gated = experts_gated(source, routed, mlp.gate_up, mlp.activation, mlp.biases.gate_up)
         alone = not isinstance(mlp, SummedExperts) and len(residual) == 1
@@ -164,10 +201,11 @@ class Forward:
             parts = sum_parts(parts)[None]
         return scale_rows(residual, norm, self._epsilon, parts, after)
 
-    def _gated(self, linear: GatedLinear, source: Scaled) -> Tensor:
-        if self._is_few(source.x):
-            return few_rows(source, linear.weight, linear.bias, linear.activation)
-        product = self._product(linear.weight, source.x)
+    def _gated(self, linear: GatedLinear, source: Scaled, adapters: StepAdapters | None) -> Tensor:
+        if self._is_few(source.x, linear.kept, adapters):
+            shrunk = adapters and adapters.shrink(linear, source.x)
+            return few_rows(source, linear.kept, linear.bias, linear.activation, shrunk=shrunk)
+        product = self._adapted(linear, source.x, adapters)
         return gate_and_multiply(product, source, linear.bias, linear.activation)
 
     def _onto(
@@ -177,13 +215,14 @@ class Forward:
         x: Tensor,
         norm: Tensor | None,
         after: Tensor | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Scaled:
         """residual += linear(x), normed by `after` if given; then scaled for its norm, if any."""
         if norm is not None and after is None:
-            found = self._fused_onto(residual, linear, x, norm)
+            found = self._fused_onto(residual, linear, x, norm, adapters)
             if found:
                 return found
-        part = self._product(linear.weight, x)
+        part = self._adapted(linear, x, adapters)
         if linear.bias is not None:
             part += linear.bias
         if isinstance(linear, SummedLinear):
@@ -191,25 +230,46 @@ class Forward:
         return scale_rows(residual, norm, self._epsilon, part[None], after)
 
     def _fused_onto(
-        self, residual: Tensor, linear: Linear, x: Tensor, norm: Tensor
+        self,
+        residual: Tensor,
+        linear: Linear,
+        x: Tensor,
+        norm: Tensor,
+        adapters: StepAdapters | None,
     ) -> Scaled | None:
         """As _onto, where a faster form gives the same bits, or others are accepted."""
-        if self._is_few(x) and not isinstance(linear, SummedLinear):
-            scaled = few_rows_onto(x, linear.weight, residual, norm, self._epsilon, linear.bias)
+        weight, bias = linear.kept, linear.bias
+        if self._is_few(x, weight, adapters) and not isinstance(linear, SummedLinear):
+            shrunk = adapters and adapters.shrink(linear, x)
+            scaled = few_rows_onto(x, weight, residual, norm, self._epsilon, bias, shrunk)
             return scaled if self._late_size else scale_rows(residual, norm, self._epsilon)
-        if self._numerics is Numerics.FAST and _is_split(linear, x):
+        if self._numerics is Numerics.FAST and not adapters and _is_split(linear, x):
             parts = torch.bmm(_halves(x).transpose(0, 1), _halves(linear.weight).permute(1, 2, 0))
             return scale_rows(residual, norm, self._epsilon, parts)
         return None
+
+
+def _fp8_weights(model: Model) -> Iterator[Fp8Weight]:
+    for layer in model.layers:
+        mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else ()
+        for linear in (layer.qkv, layer.output, *mlp):
+            if isinstance(linear.kept, Fp8Weight):
+                yield linear.kept
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:
     return norm.weight if norm else None
 
 
+def _read(linear: Linear) -> Tensor:
+    """What a product with it reads."""
+    return linear.kept.codes if isinstance(linear.kept, Fp8Weight) else linear.kept
+
+
 def _is_split(linear: Linear, x: Tensor) -> bool:
     rows, size = x.shape
     whole = linear.bias is None and not isinstance(linear, SummedLinear)
+    whole = whole and isinstance(linear.kept, Tensor)
     return x.dtype is torch.bfloat16 and whole and size % 128 == 0 and rows in SPLIT_ROWS
 
 

@@ -7,6 +7,7 @@ each replay; its outputs stay where the recording left them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,13 @@ class Recording:
         graph, output = self._recorded
         graph.replay()
         return output
+
+
+class Recordings(NamedTuple):
+    """Of steps, by their numbers of rows."""
+
+    decode: dict[int, Recording]
+    prompt: dict[int, Recording]
 
 
 def row_counts(most: int) -> list[int]:

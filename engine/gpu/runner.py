@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.gpu import graphs
+from baton.engine.gpu.adapter_rows import AdapterInputs, StepAdapters
+from baton.engine.gpu.adapter_slots import CHANGE, AdapterSlots
 from baton.engine.gpu.batch import (
     INPUT_ROWS,
     Ints,
@@ -37,7 +39,7 @@ from baton.engine.gpu.batch import (
     upload_into,
 )
 from baton.engine.gpu.forward import Forward
-from baton.engine.gpu.graphs import Recording
+from baton.engine.gpu.graphs import Recording, Recordings
 from baton.engine.gpu.latent_attention import LatentAttention
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.paged_attention import PagedAttention
@@ -47,6 +49,7 @@ from baton.engine.gpu.slots import Slots
 from baton.engine.gpu.step import GpuInFlightStep
 from baton.engine.logprobs import PromptRow, Scores, prompt_rows, score, score_prompts
 from baton.engine.model import Model
+from baton.engine.pooled_rows import PooledStep, pool_rows
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan, check_plan, in_row_order
 from baton.engine.tensor_parallel import Group
@@ -70,21 +73,29 @@ class Chosen(NamedTuple):
     tokens: Tensor
     scores: list[Scores[Sequence]]
     prompt_scores: tuple[Scores[PromptRow], ...] = ()  # of rows that do not sample
+    pooled: PooledStep | None = None
 
 
 class _Rows(NamedTuple):
-    """The rows of a step whose logits are needed: those that sample, then those of prompts."""
+    """The rows of a step that the last layer computes: those that sample, those of prompts that are
+    scored, and others of embeddings."""
 
     samples: Ints
     sequences: list[Sequence]  # of those that sample
     prompts: list[PromptRow]
+    pooled: list[PromptRow]
 
     @property
     def all(self) -> Ints:
-        if not self.prompts:
+        if not (self.prompts or self.pooled):
             return self.samples
-        scored = np.array([each.row for each in self.prompts], dtype=np.int32)
-        return np.concatenate((self.samples, scored))
+        others = np.array([each.row for each in (*self.prompts, *self.pooled)], dtype=np.int32)
+        return np.concatenate((self.samples, others))
+
+    @property
+    def owners(self) -> list[Sequence]:
+        """The sequence of each."""
+        return self.sequences + [each.sequence for each in (*self.prompts, *self.pooled)]
 
 
 class GpuRunner:
@@ -102,8 +113,10 @@ class GpuRunner:
         group: Group | None = None,
         numerics: Numerics = Numerics.INVARIANT,
         chunk_tokens: int = 8192,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         shape, device = model.architecture, kv.device
+        self._adapters = adapters
         self._forward = Forward(model, numerics)
         self._device = device
         self._group = group
@@ -132,10 +145,25 @@ class GpuRunner:
         self._inputs = torch.zeros(inputs, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_batch, len(model.head.weight), dtype=kv.dtype, device=device)
-        self._decode = {
-            rows: Recording(self._decode_body(rows)) for rows in graphs.row_counts(max_batch)
-        }
-        self._prompt = {rows: Recording(self._prompt_body(rows)) for rows in recorded}
+        self._adapter_inputs = AdapterInputs(adapters, most, device) if adapters else None
+        # Steps without adapters have recordings of their own, in which these cost nothing.
+        self._recordings = {False: self._recordings_of(max_batch, recorded, lambda rows: None)}
+        if self._adapter_inputs:
+            inputs_of = self._adapter_inputs.recorded
+            self._recordings[True] = self._recordings_of(max_batch, recorded, inputs_of)
+
+    def _recordings_of(
+        self,
+        max_batch: int,
+        prompts: list[int],
+        adapters: Callable[[int], StepAdapters | None],
+    ) -> Recordings:
+        """`adapters` of a number of rows."""
+        counts = graphs.row_counts(max_batch)
+        return Recordings(
+            {rows: Recording(self._decode_body(rows, adapters(rows))) for rows in counts},
+            {rows: Recording(self._prompt_body(rows, adapters(rows))) for rows in prompts},
+        )
 
     @torch.inference_mode()
     def record(self, progress: Callable[[float], None] = lambda done: None) -> None:
@@ -149,10 +177,12 @@ class GpuRunner:
         # The largest first: the smaller ones reuse its memory.
         steps = [
             (StepArrays.idle(rows, 0, padding, slices, decodes=True), recording)
-            for rows, recording in reversed(self._decode.items())
+            for each in self._recordings.values()
+            for rows, recording in reversed(each.decode.items())
         ] + [
             (StepArrays.idle(rows, _blocks_of(rows), padding, slices, decodes=False), recording)
-            for rows, recording in reversed(self._prompt.items())
+            for each in self._recordings.values()
+            for rows, recording in reversed(each.prompt.items())
         ]
         recorder = graphs.Recorder()
         for done, (idle, recording) in enumerate(steps):
@@ -177,8 +207,9 @@ class GpuRunner:
     @torch.inference_mode()
     def _run_recordings(self) -> None:
         if self._recordable:
-            for recording in (*self._decode.values(), *self._prompt.values()):
-                recording.replay()
+            for decode, prompt in self._recordings.values():
+                for recording in (*decode.values(), *prompt.values()):
+                    recording.replay()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> GpuInFlightStep:
@@ -186,24 +217,34 @@ class GpuRunner:
         check_plan(plan, self._limits.page_size)
         ordered = in_row_order(plan)
         slots, new_pages = self._slots.place([sequence.lease for sequence in ordered])
-        arrays = step_arrays(ordered, slots, self._limits)
+        adapters = self._adapters.slots_of(ordered) if self._adapters else None
+        arrays = step_arrays(ordered, slots, self._limits, adapters)
         samples = _sampled_rows(ordered)
         sampling = [sequence for sequence, count in ordered.items() if sequence.samples(count)]
-        rows = _Rows(samples, sampling, prompt_rows(ordered))
+        others = prompt_rows(ordered)
+        pooled = [row for row in others if row.sequence.pooled is not None]
+        scored = [row for row in others if row.sequence.pooled is None]
+        rows = _Rows(samples, sampling, scored, pooled)
         if self._group:
             self._group.broadcast(encode_step(StepMessage(arrays, new_pages, rows.all)))
         chosen = self._step(arrays, upload(new_pages, self._device), rows)
         prompt_scores = [each.moved(download) for each in chosen.prompt_scores]
+        sums = chosen.pooled.moved(download) if chosen.pooled else None
         if not sampling:
-            return GpuInFlightStep(plan, sampling, None, (), prompt_scores)
+            return GpuInFlightStep(plan, sampling, None, (), prompt_scores, sums)
         where = upload(arrays.slots[samples], self._device)
         remember(chosen.tokens, where, self._slots.last_tokens)
         scores = [each.moved(download) for each in chosen.scores]
-        return GpuInFlightStep(plan, sampling, download(chosen.tokens), scores, prompt_scores)
+        tokens = download(chosen.tokens)
+        return GpuInFlightStep(plan, sampling, tokens, scores, prompt_scores, sums)
 
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:
-        """Starts this rank's part of a step that rank 0 has started."""
+        """Starts this rank's part of a step that rank 0 has started, or changes adapters as it
+        did."""
+        if step.startswith(CHANGE) and self._adapters:
+            self._adapters.follow(step)
+            return
         arrays, new_pages, wanted = decode_step(step)
         pages = upload(new_pages, self._device)
         if arrays.only_decodes:
@@ -214,7 +255,9 @@ class GpuRunner:
     def _step(self, arrays: StepArrays, pages: Tensor, rows: _Rows) -> Chosen:
         """Samples the rows that ask for a token."""
         if not arrays.only_decodes:
-            return self._sample(self._normed(arrays, pages, rows.all), rows)
+            normed = self._normed(arrays, pages, rows.all)
+            pooled = pool_rows(rows.owners, lambda: normed, self._indices)
+            return self._sample(normed, rows)._replace(pooled=pooled)
         logits = self._decoded(arrays, pages)
         if len(rows.samples) == len(logits):
             return self._choose(logits, rows.sequences)
@@ -225,9 +268,10 @@ class GpuRunner:
     def _decoded(self, arrays: StepArrays, pages: Tensor) -> Tensor:
         """The logits of a step that only decodes, [T, vocabulary]."""
         count = arrays.count
-        size = next(size for size in self._decode if size >= count)
+        recordings = self._recordings_for(arrays).decode
+        size = next(size for size in recordings if size >= count)
         self._fill(arrays.padded(size, 0, self._slots.padding), pages)
-        return self._decode[size].replay()[:count]
+        return recordings[size].replay()[:count]
 
     def _normed(self, arrays: StepArrays, pages: Tensor, wanted: Ints) -> Tensor:
         """The last layer's output for rows `wanted` [n] of any other step, [n, hidden]."""
@@ -235,7 +279,11 @@ class GpuRunner:
         if recorded is None:
             return self._run(arrays, pages, wanted)
         self._fill(arrays.padded(recorded, _blocks_of(recorded), self._slots.padding), pages)
-        return self._prompt[recorded].replay()[upload(wanted, self._device)]
+        recording = self._recordings_for(arrays).prompt[recorded]
+        return recording.replay()[upload(wanted, self._device)]
+
+    def _recordings_for(self, arrays: StepArrays) -> Recordings:
+        return self._recordings[arrays.adapters is not None]
 
     def _sample(self, normed: Tensor, wanted: _Rows) -> Chosen:
         """normed [n, ...]: the last layer's output for all wanted rows."""
@@ -256,9 +304,10 @@ class GpuRunner:
     ) -> tuple[Scores[PromptRow], ...]:
         """`logits_at` makes the logits of some of the wanted rows."""
         first = len(rows.samples)
+        end = first + len(rows.prompts)
 
         def logits_of_prompts(part: slice) -> Tensor:
-            known = logits_at(slice(first + part.start, first + part.stop))
+            known = logits_at(slice(first + part.start, min(first + part.stop, end)))
             return known[:, : self._sampler.vocabulary_size]
 
         return tuple(score_prompts(rows.prompts, logits_of_prompts))
@@ -269,13 +318,16 @@ class GpuRunner:
         known = logits[:, : self._sampler.vocabulary_size]
         return Chosen(tokens, list(score(known, tokens, sequences)))
 
+    def _indices(self, values: list[int]) -> Tensor:
+        return upload(np.array(values, dtype=np.int32), self._device)
+
     def _recorded_prompt(self, arrays: StepArrays) -> int | None:
         """The recording that fits a step over prompts alone, if there is one."""
         if arrays.decoding or arrays.long:
             return None
         fitting = (
             rows
-            for rows in self._prompt
+            for rows in self._recordings[False].prompt
             if rows >= arrays.count and _blocks_of(rows) >= len(arrays.blocks)
         )
         return next(fitting, None)
@@ -284,6 +336,8 @@ class GpuRunner:
         """Copies a step's inputs to where its recording reads them."""
         upload_into(self._inputs, arrays.joined())
         count = arrays.count
+        if arrays.adapters is not None and self._adapter_inputs:
+            self._adapter_inputs.fill(arrays.adapters)
         staged, slots = self._inputs[: 2 * count].view(2, count)
         self._begin(staged, slots, self._tokens[:count], pages)
 
@@ -292,20 +346,22 @@ class GpuRunner:
         if self._group:
             self._group.share(tokens)
 
-    def _decode_body(self, rows: int) -> Callable[[], Tensor]:
+    def _decode_body(self, rows: int, adapters: StepAdapters | None) -> Callable[[], Tensor]:
         _, slots, positions = self._inputs[: 3 * rows].view(3, rows)
         tokens, logits = self._tokens[:rows], self._logits[:rows]
         attend = self._attention.of_decoding(slots, positions)
 
-        return lambda: self._forward.logits(self._forward(tokens, attend), logits)
+        return lambda: self._forward.logits(
+            self._forward(tokens, attend, adapters=adapters), logits
+        )
 
-    def _prompt_body(self, rows: int) -> Callable[[], Tensor]:
+    def _prompt_body(self, rows: int, adapters: StepAdapters | None) -> Callable[[], Tensor]:
         end = self._row_inputs * rows
         inputs = self._inputs[:end].view(-1, rows)
         positions, stores = inputs[2], inputs[INPUT_ROWS:]
         blocks = self._inputs[end : end + 4 * _blocks_of(rows)].view(-1, 4)
         attend = self._attention.of_blocks(positions, stores, blocks)
-        return lambda: self._forward(self._tokens[:rows], attend)
+        return lambda: self._forward(self._tokens[:rows], attend, adapters=adapters)
 
     def _run(self, arrays: StepArrays, pages: Tensor, samples: Ints) -> Tensor:
         """A step of any shape, kernel by kernel: the last layer's output for its samples."""
@@ -318,7 +374,10 @@ class GpuRunner:
         self._begin(staged, slots, tokens, pages)
         sampled = upload(samples, self._device)
         attend = self._attention.of_any(arrays, slots, positions, stores, blocks, sampled)
-        normed = self._forward(tokens, attend, sampled)
+        adapters = None
+        if arrays.adapters is not None and self._adapter_inputs:
+            adapters = self._adapter_inputs.of_step(arrays.adapters, samples)
+        normed = self._forward(tokens, attend, sampled, adapters)
         if self._group and not len(samples):
             self._group.wait()  # no sum follows the last keys and values
         return normed

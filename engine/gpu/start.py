@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture
+from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.device import GpuSettings, memory_left
 from baton.engine.gpu.graphs import prompt_rows
 from baton.engine.gpu.numerics import Numerics
@@ -32,6 +33,7 @@ from baton.engine.step import Plan
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.experts import rows_of_tilings
 from baton.kernels.gpu.latent_attention import filling_heads
+from baton.kernels.gpu.low_rank import SPLITS
 from baton.kernels.gpu.sampling import FEW_ROWS
 from baton.kernels.gpu.splits import split_rows
 from baton.kernels.routing import Routing
@@ -89,6 +91,8 @@ def _work_bytes(
     if shape.routing:
         row += shape.routing.per_row * (shape.hidden + shape.routing.columns + 6)
         row += 2 * shape.routing.outputs
+    if settings.adapters:  # What shrink leaves for three modules of a layer, in float32.
+        row += 2 * 3 * SPLITS * settings.adapters.rank
     if latent := shape.latent:  # Of a long chunk in fast numerics.
         kv_token += shape.heads * (latent.plain + latent.value)
     rows = settings.chunk_tokens + 2 * LIBRARY_TOKENS
@@ -111,15 +115,15 @@ def start_runner(
     settings: GpuSettings,
     progress: StartProgress,
     group: Group | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> GpuRunner:
     """A runner with all steps recorded and nothing left to compile.
 
     In a group all ranks call it at once; the others then follow rank 0's rehearsals.
     """
     numerics = Numerics(settings.numerics)
-    runner = GpuRunner(
-        model, kv, context, settings.max_batch, group, numerics, settings.chunk_tokens
-    )
+    limits = context, settings.max_batch
+    runner = GpuRunner(model, kv, *limits, group, numerics, settings.chunk_tokens, adapters)
     # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, _free_tokens(pool))
     shape = model.architecture

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.core.errors import Internal
 from baton.engine.logprobs import PromptRow, Scores, store_prompt_scores
+from baton.engine.pooled_rows import PooledStep
 from baton.engine.sampler import NOT_FINITE
 from baton.engine.sequence import Sequence
 from baton.engine.step import Outcome, Plan
@@ -24,13 +25,16 @@ class GpuInFlightStep:
         tokens: Tensor | None,
         scores: Iterable[Scores[Sequence]] = (),
         prompt_scores: Iterable[Scores[PromptRow]] = (),
+        pooled: PooledStep | None = None,
     ) -> None:
         """`tokens` of the sequences `sampling`, in host memory that the device fills; `scores` of
-        the rows among them that ask for them, `prompt_scores` of other rows."""
+        the rows among them that ask for them, `prompt_scores` of other rows; `pooled` are those
+        of embeddings."""
         self._sampling = sampling
         self._tokens = tokens
         self._scores = scores
         self._prompt_scores = prompt_scores
+        self._pooled = pooled
         self._sequences = list(plan)
         self._leases = [sequence.lease for sequence in plan]
         self.ended = _mark_end() if torch.cuda.is_available() else None
@@ -51,6 +55,8 @@ class GpuInFlightStep:
             if isinstance(outcomes[sequence], int):
                 outcomes[sequence] = scored
         store_prompt_scores(self._prompt_scores)
+        if self._pooled:
+            self._pooled.store()
         for sequence in self._sampling:
             sequence.expected -= 1
         return list(outcomes.values())

@@ -1,0 +1,206 @@
+"""Loads a LoRA adapter's weights for the layers of a loaded model.
+
+A, of the rank by the inputs, and B, of the outputs by the rank, are stored for each module that the
+adapter adds to. Where the model keeps several modules as one layer (qkv, gate and up), their As are
+stacked, and each B has its own rows and columns of one matrix. Rows are arranged and cut as those
+of the model's weights, and B has the scale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.core.adapter_config import WEIGHTS_FILE, AdapterConfig, find_adapter, read_adapter_config
+from baton.core.errors import InvalidAdapter
+from baton.core.types import Adapter
+from baton.engine.architecture import Architecture, Split
+from baton.engine.checkpoint import FLOATS
+from baton.engine.model import Layer, Model
+from baton.engine.rotations import interleave_pairs
+from baton.kernels.experts import MLP
+from baton.kernels.linear import AnyLinear
+from baton.kernels.low_rank import AdapterProducts, LowRank
+
+_TENSOR = re.compile(
+    r"(base_model\.model\.)?(?P<module>.*layers\.(?P<layer>\d+)\.(?P<name>.+))"
+    r"\.lora_(?P<side>[AB])(\.default)?\.weight"
+)
+
+
+class ModulePlace(NamedTuple):
+    """Where a module is in the layers of this rank's model."""
+
+    module: str  # such as "model.layers.0.self_attn.q_proj"
+    number: int  # of the model's layer
+    layer: AnyLinear
+    start: int  # of its outputs
+    parts: tuple[int, ...]  # its outputs, in parts that all ranks share evenly
+    arrange: Callable[[Tensor], Tensor] | None = None  # of the outputs
+    summed: bool = False  # ranks have other inputs, not other outputs
+
+    @property
+    def outputs(self) -> int:
+        return sum(self.parts)
+
+
+class LowRankPair(NamedTuple):
+    """A [rank, inputs] and B [outputs, rank] of one place."""
+
+    place: ModulePlace
+    a: Tensor
+    b: Tensor
+
+
+def load_adapter(
+    adapter: Adapter, model: Model, split: Split, dtype: torch.dtype
+) -> AdapterProducts:
+    """What the adapter adds to the layers of this rank's `model`; raises as read_pairs."""
+    pairs: dict[AnyLinear, list[LowRankPair]] = {}
+    with torch.inference_mode():
+        for pair in read_pairs(adapter, model, split):
+            pairs.setdefault(pair.place.layer, []).append(pair)
+        return {layer: _joined(layer, each, dtype) for layer, each in pairs.items()}
+
+
+def read_pairs(adapter: Adapter, model: Model, split: Split) -> Iterator[LowRankPair]:
+    """This rank's parts of an adapter's weights.
+
+    Raises InvalidAdapter where it does not fit; at the end, where its folder holds something else
+    by now.
+    """
+    folder = Path(adapter.folder)
+    yield from _read(folder, read_adapter_config(folder), model, split)
+    # After reading: whatever was written meanwhile has another digest.
+    if find_adapter(adapter.folder).digest != adapter.digest:
+        raise InvalidAdapter(f"{folder} has changed since the adapter was added; add it again")
+
+
+def _read(folder: Path, config: AdapterConfig, model: Model, split: Split) -> Iterator[LowRankPair]:
+    places = {(place.number, _short(place.module)): place for place in places_of(model)}
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            names = _names(list(file.keys()))
+            _check_complete(config, places, names)
+            for key, sides in names.items():
+                yield _pair(places[key], config, split, *(file.get_tensor(n) for n in sides))
+    except (OSError, SafetensorError) as error:
+        raise InvalidAdapter(f"cannot read {folder / WEIGHTS_FILE}: {error}") from error
+
+
+def _names(tensors: list[str]) -> dict[tuple[int, str], tuple[str, str]]:
+    """The tensors A and B of each layer's modules."""
+    found: dict[tuple[int, str], dict[str, str]] = {}
+    for tensor in tensors:
+        match = _TENSOR.fullmatch(tensor)
+        if match is None:
+            raise InvalidAdapter(
+                f"tensor {tensor} is not supported: adapters add to linear layers of the decoder"
+            )
+        found.setdefault((int(match["layer"]), match["name"]), {})[match["side"]] = tensor
+    for sides in found.values():
+        if len(sides) == 1:
+            (only,) = sides.values()
+            raise InvalidAdapter(f"tensor {only} lacks its counterpart")
+    return {key: (sides["A"], sides["B"]) for key, sides in found.items()}
+
+
+def _check_complete(
+    config: AdapterConfig,
+    places: dict[tuple[int, str], ModulePlace],
+    names: dict[tuple[int, str], tuple[str, str]],
+) -> None:
+    for key, (tensor, _) in names.items():
+        if key not in places:
+            known = ", ".join(sorted({name for _, name in places}))
+            raise InvalidAdapter(f"the model has no place for tensor {tensor}; it has {known}")
+    for key, place in places.items():
+        if config.targets(place.module, place.number) and key not in names:
+            raise InvalidAdapter(f"the adapter lacks the tensors of {place.module}")
+    if not names:
+        raise InvalidAdapter("the adapter has no tensors")
+
+
+def _pair(
+    place: ModulePlace, config: AdapterConfig, split: Split, a: Tensor, b: Tensor
+) -> LowRankPair:
+    """This rank's part of the two."""
+    rank, inputs = config.scales.rank(place.module), place.layer.weight.shape[1]
+    over = (1, split.size) if place.summed else (split.size, 1)
+    wanted = {"A": (a, (rank, inputs * over[1])), "B": (b, (place.outputs * over[0], rank))}
+    for side, (tensor, shape) in wanted.items():
+        if tensor.shape != shape:
+            raise InvalidAdapter(
+                f"{side} of {place.module} has shape {list(tensor.shape)}, not {list(shape)}"
+            )
+        if tensor.dtype not in FLOATS:
+            raise InvalidAdapter(f"{side} of {place.module} is {tensor.dtype}, not a float")
+        if not tensor.isfinite().all():
+            raise InvalidAdapter(f"{side} of {place.module} has values that are not finite")
+    if place.summed:
+        a = a.narrow(1, split.rank * inputs, inputs)
+    else:
+        whole = torch.split(b, [size * split.size for size in place.parts])
+        b = torch.cat([part.chunk(split.size)[split.rank] for part in whole])
+    b = b.float() * config.scales.scale(place.module)
+    return LowRankPair(place, a, place.arrange(b) if place.arrange else b)
+
+
+def _joined(layer: AnyLinear, pairs: list[LowRankPair], dtype: torch.dtype) -> LowRank:
+    a = torch.cat([pair.a.to(dtype) for pair in pairs])
+    b = torch.zeros(layer.weight.shape[0], len(a), dtype=dtype)
+    column = 0
+    for pair in pairs:
+        row, rank = pair.place.start, len(pair.a)
+        b[row : row + pair.place.outputs, column : column + rank] = pair.b
+        column += rank
+    return LowRank(a, b)
+
+
+def places_of(model: Model) -> Iterator[ModulePlace]:
+    """Modules that adapters may add to. Those of one layer are in the order of its outputs."""
+    for number, layer in enumerate(model.layers):
+        prefix = f"model.layers.{number}."
+        yield from _attention(model.architecture, layer, prefix + "self_attn.", number)
+        if isinstance(layer.mlp, MLP):
+            yield from _mlp(model.architecture, layer.mlp, prefix + "mlp.", number)
+
+
+def _attention(
+    shape: Architecture, layer: Layer, prefix: str, number: int
+) -> Iterator[ModulePlace]:
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    turned = shape.head_dim if layer.rope is None else shape.ropes[layer.rope].dim
+    paired = partial(interleave_pairs, head_dim=shape.head_dim, dim=turned)
+    yield ModulePlace(prefix + "o_proj", number, layer.output, 0, (shape.hidden,), summed=True)
+    if shape.fused:
+
+        def turn(b: Tensor) -> Tensor:
+            return torch.cat((paired(b[: query + key]), b[query + key :]))
+
+        yield ModulePlace(prefix + "qkv_proj", number, layer.qkv, 0, (query, key, key), turn)
+        return
+    yield ModulePlace(prefix + "q_proj", number, layer.qkv, 0, (query,), paired)
+    yield ModulePlace(prefix + "k_proj", number, layer.qkv, query, (key,), paired)
+    yield ModulePlace(prefix + "v_proj", number, layer.qkv, query + key, (key,))
+
+
+def _mlp(shape: Architecture, mlp: MLP, prefix: str, number: int) -> Iterator[ModulePlace]:
+    size = shape.intermediate
+    yield ModulePlace(prefix + "down_proj", number, mlp.down, 0, (shape.hidden,), summed=True)
+    if shape.fused:
+        yield ModulePlace(prefix + "gate_up_proj", number, mlp.gate_up, 0, (size, size))
+        return
+    yield ModulePlace(prefix + "gate_proj", number, mlp.gate_up, 0, (size,))
+    yield ModulePlace(prefix + "up_proj", number, mlp.gate_up, size, (size,))
+
+
+def _short(module: str) -> str:
+    return module.split(".", 3)[3]

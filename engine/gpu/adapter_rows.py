@@ -1,0 +1,96 @@
+"""The rows of a step by the slots of their adapters: sorted by the host, read by kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.gpu.adapter_slots import AdapterSlots
+from baton.engine.gpu.batch import Ints, upload, upload_into
+from baton.kernels.gpu.low_rank import TILE_ROWS, AdapterStack, Shrunk, SlotRows, shrink
+from baton.kernels.linear import AnyLinear
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of a step's rows, and of the rows that its last layer computes."""
+
+    stacks: dict[AnyLinear, AdapterStack]
+    rows: SlotRows
+    sampled: SlotRows
+
+    def of_samples(self) -> StepAdapters:
+        return self._replace(rows=self.sampled)
+
+    def shrink(self, layer: AnyLinear, x: Tensor) -> Shrunk | None:
+        """What adapters make of a layer's inputs x [T, K]; None where none can."""
+        stack = self.stacks.get(layer)
+        return shrink(x, stack, self.rows) if stack else None
+
+
+class AdapterInputs:
+    """The adapters of steps; those of recorded ones are where the recordings read them."""
+
+    def __init__(self, adapters: AdapterSlots, most: int, device: torch.device) -> None:
+        """`most` rows of a recorded step."""
+        self._stacks = adapters.stacks
+        self._slots = adapters.count
+        self._device = device
+        size = 2 * most + 3 * tile_count(most, self._slots)
+        self._recorded = torch.full((size,), -1, dtype=torch.int32, device=device)
+
+    def recorded(self, rows: int) -> StepAdapters:
+        """Of a recorded step of so many rows."""
+        there = _rows_in(self._recorded, rows, tile_count(rows, self._slots))
+        return StepAdapters(self._stacks, there, there)
+
+    def fill(self, slots: Ints) -> None:
+        """For the next replay: `slots` [T], -1 without an adapter."""
+        tiles = tile_count(len(slots), self._slots)
+        upload_into(self._recorded, arrange_rows(slots, tiles).joined())
+
+    def of_step(self, slots: Ints, samples: Ints) -> StepAdapters:
+        """Of a step that is not recorded."""
+        return StepAdapters(self._stacks, self._upload(slots), self._upload(slots[samples]))
+
+    def _upload(self, slots: Ints) -> SlotRows:
+        arrays = arrange_rows(slots)
+        return _rows_in(upload(arrays.joined(), self._device), len(slots), len(arrays.tiles))
+
+
+class SlotArrays(NamedTuple):
+    """As SlotRows."""
+
+    slots: Ints
+    order: Ints
+    tiles: Ints
+
+    def joined(self) -> Ints:
+        return np.concatenate((self.slots, self.order, self.tiles.ravel()))
+
+
+def tile_count(rows: int, slots: int) -> int:
+    """Tiles that any step of so many rows can need: a slot's last one may hold a single row."""
+    used = min(rows, slots)
+    return used + (rows - used) // TILE_ROWS
+
+
+def arrange_rows(slots: Ints, tiles: int = 0) -> SlotArrays:
+    """`slots` [T] of the rows, -1 without an adapter. At least `tiles` tiles, some empty."""
+    order = np.argsort(slots, kind="stable").astype(np.int32)
+    used: list[tuple[int, int, int]] = []
+    values, starts, counts = np.unique(slots[order], return_index=True, return_counts=True)
+    for slot, start, count in zip(values.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        if slot >= 0:
+            firsts = range(0, count, TILE_ROWS)
+            used += [(slot, start + at, min(TILE_ROWS, count - at)) for at in firsts]
+    empty = [(-1, 0, 0)] * (tiles - len(used))
+    return SlotArrays(slots, order, np.array(used + empty, np.int32).reshape(-1, 3))
+
+
+def _rows_in(joined: Tensor, rows: int, tiles: int) -> SlotRows:
+    """Views of joined arrays on the device."""
+    slots, order = joined[: 2 * rows].view(2, rows)
+    return SlotRows(slots, order, joined[2 * rows : 2 * rows + 3 * tiles].view(-1, 3))
