@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import ray
@@ -70,7 +70,8 @@ class Controller:
         on_gpus = gpus_of(config, Role.DECODE, gpus) > 0
         rounds = PlanRounds(config, gpus=on_gpus) if config.planner.enabled else None
         self._membership = MembershipService(rounds.report if rounds else lambda report: None)
-        control = ControlService(self._manager, rounds)
+        self._adapters = ray_session.load_adapters()
+        control = ControlService(self._manager, rounds, self._name_adapter)
         self._serve(control, ray_session.complete(address), node_identity(config))
         self._learning = asyncio.ensure_future(self._learn())
         self._reconciling = asyncio.ensure_future(self._reconcile_always())
@@ -170,10 +171,19 @@ class Controller:
             for each in self._manager.members.latest.values()
             if each.role and each.address
         ]
-        ended = self._ended
-        await self._membership.publish(
-            pb.Members(workers=serving, ended_agents=ended.agents, verdicts=ended.verdicts)
+        members = pb.Members(
+            workers=serving,
+            ended_agents=self._ended.agents,
+            verdicts=self._ended.verdicts,
+            adapters=self._adapters.values(),
         )
+        await self._membership.publish(members)
+
+    async def _name_adapter(self, named: pb.NamedAdapter) -> None:
+        """Saves the name before routers see it."""
+        self._adapters[named.name] = named
+        await asyncio.to_thread(ray_session.save_adapters, self._adapters)
+        await self._publish()
 
     def _serve(self, control: ControlService, address: str, identity: Identity | None) -> None:
         options = [
@@ -228,9 +238,15 @@ class MembershipService(cluster_pb2_grpc.MembershipServicer):
 class ControlService(cluster_pb2_grpc.ControlServicer):
     """Operators' calls, passed on by routers."""
 
-    def __init__(self, manager: FleetManager, rounds: PlanRounds | None) -> None:
+    def __init__(
+        self,
+        manager: FleetManager,
+        rounds: PlanRounds | None,
+        name_adapter: Callable[[pb.NamedAdapter], Awaitable[None]],
+    ) -> None:
         self._manager = manager
         self._rounds = rounds
+        self._name_adapter = name_adapter
 
     @unary
     async def Scale(self, message: pb.ScaleRequest) -> pb.PoolsResponse:
@@ -252,6 +268,11 @@ class ControlService(cluster_pb2_grpc.ControlServicer):
     async def PermitSwitch(self, message: pb.SwitchRoleRequest) -> pb.PermitSwitchResponse:
         self._manager.permit_switch(message.worker_id, role_from(message.role))
         return pb.PermitSwitchResponse()
+
+    @unary
+    async def NameAdapter(self, message: pb.NamedAdapter) -> pb.NameAdapterResponse:
+        await self._name_adapter(message)
+        return pb.NameAdapterResponse()
 
     def _pools(self) -> pb.PoolsResponse:
         fleet = self._manager.fleet

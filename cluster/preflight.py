@@ -9,28 +9,34 @@ import os
 import random
 import socket
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import grpc
 
 from baton.core import config as configs
 from baton.core import model_store
+from baton.core.adapter_config import read_adapter_config
 from baton.core.config import Config, RouterConfig
+from baton.core.encoder_config import EncoderConfig
 from baton.core.errors import InvalidConfig, Unavailable
 from baton.core.generation_defaults import read_defaults
 from baton.core.tls import check_router, node_identity
 from baton.core.types import Role
 from baton.engine.model_choice import (
     AnyArchitecture,
+    check_adapters_of,
+    check_kv_dtype,
     check_quantization,
     describe_fallback,
     model_type,
     read_model,
+    stored_shape,
     uses_fallback,
 )
 from baton.worker.rank_process import check_ranks
 
 # Bytes of one K or V value; the worker, which sees the device, resolves "auto".
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "int8": 1}
 
 # Above those of Ray's workers, below those that Linux gives to connections.
 _FREE_PORTS = range(24_000, 32_768)
@@ -47,19 +53,41 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     cluster could not serve it. With `workers_here`, the weights are on this machine then."""
     check_router(config)
     node_identity(config)
-    config = dataclasses.replace(config, model=model_store.resolve(config.model))
+    adapters = {name: str(Path(path).absolute()) for name, path in config.adapters.items()}
+    config = dataclasses.replace(
+        config,
+        model=model_store.resolve(config.model),
+        adapters=adapters,
+        embedding_model=_check_embedding_model(config),
+    )
     weights = workers_here and config.weights == "files"
     folder = model_store.locate(config.model, weights=weights)
     architecture = read_model(folder, config.engine, config.max_context)
-    check_quantization(config.quantization, architecture, config.device)
+    check_quantization(config.quantization, architecture, config.device, config.dtype)
+    check_kv_dtype(config.kv_dtype, architecture, config.device)
     read_defaults(folder, config.router.generation_config)
     _check_pools(config, architecture)
     _check_quantized_ranks(config)
     _check_planner(config)
+    _check_adapters(config, architecture)
     prefill, decode = config.prefill, config.decode
     check_ranks(prefill.tensor_parallel, architecture, prefill.gpu_share)
     check_ranks(decode.tensor_parallel, architecture)
     return config
+
+
+def _check_embedding_model(config: Config) -> str:
+    """Its folder, which all processes find; empty without one."""
+    if not config.embedding_model:
+        return ""
+    folder = Path(config.embedding_model).expanduser().absolute()
+    EncoderConfig.read(folder)
+    if folder.name in (model_store.model_name(config), *config.adapters):
+        raise InvalidConfig(
+            f"the name {folder.name!r} is that of the model or of an adapter",
+            field="embedding_model",
+        )
+    return str(folder)
 
 
 def engine_note(config: Config) -> str:
@@ -71,8 +99,9 @@ def engine_note(config: Config) -> str:
 
 
 def _check_pools(config: Config, architecture: AnyArchitecture) -> None:
-    values = math.prod(architecture.pages_shape(1, config.page_size))
-    page_bytes = values * _VALUE_BYTES[config.dtype]
+    shape = stored_shape(architecture.pages_shape(1, config.page_size), config.kv_dtype)
+    stored = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
+    page_bytes = math.prod(shape) * _VALUE_BYTES[stored]
     for name, kv_memory in (
         ("prefill.kv_memory", config.prefill.kv_memory),
         ("decode.kv_memory", config.decode.kv_memory),
@@ -94,6 +123,14 @@ def _check_quantized_ranks(config: Config) -> None:
             f" {ranks[0]} and {ranks[1]}",
             field="quantization",
         )
+
+
+def _check_adapters(config: Config, architecture: AnyArchitecture) -> None:
+    if not config.allowed_adapters:
+        return
+    check_adapters_of(architecture)
+    for folder in config.adapters.values():
+        read_adapter_config(Path(folder))
 
 
 def _check_planner(config: Config) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from baton.cluster import fleet as fleets
 from baton.cluster.fleet import Fleet
 from baton.cluster.preflight import check_ray
 from baton.core.errors import InvalidRequest, Unavailable
+from baton.v1 import cluster_pb2 as pb
 
 PREFIX = "baton-"
 """Of every cluster's Ray namespace."""
@@ -29,7 +30,7 @@ PREFIX = "baton-"
 # Nothing of ours goes through Ray's object store; this is its minimum.
 _OBJECT_STORE_BYTES = 80 * 2**20
 _QUIET = {"log_to_driver": False, "configure_logging": False}
-_FLEET, _START = "fleet", "start"  # keys in the store
+_FLEET, _START, _ADAPTERS = "fleet", "start", "adapters"  # keys in the store
 
 
 def join(address: str, namespace: str) -> str:
@@ -124,6 +125,17 @@ def load_fleet() -> Fleet:
     return fleets.parse(internal_kv._internal_kv_get(_FLEET, namespace=_namespace()))
 
 
+def save_adapters(adapters: Mapping[str, pb.NamedAdapter]) -> None:
+    held = pb.Members(adapters=adapters.values()).SerializeToString()
+    internal_kv._internal_kv_put(_ADAPTERS, held, namespace=_namespace())
+
+
+def load_adapters() -> dict[str, pb.NamedAdapter]:
+    """By name; those without an adapter were removed."""
+    held = internal_kv._internal_kv_get(_ADAPTERS, namespace=_namespace())
+    return {named.name: named for named in pb.Members.FromString(held or b"").adapters}
+
+
 def save_start(start: StartRecord) -> None:
     text = json.dumps([start.tree, start.controller])
     internal_kv._internal_kv_put(_START, text, namespace=_namespace())
@@ -135,7 +147,7 @@ def load_start() -> StartRecord | None:
 
 
 def clear_store() -> None:
-    for key in (_FLEET, _START):
+    for key in (_FLEET, _START, _ADAPTERS):
         internal_kv._internal_kv_del(key, namespace=_namespace())
 
 

@@ -45,7 +45,8 @@ from baton.kv_transfer.transfer_events import (
 )
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
-from baton.worker.phase import HeldLeases, Job, Order, Phase
+from baton.worker.held_leases import HeldLeases
+from baton.worker.phase import Job, Order, Phase
 from baton.worker.step_pipeline import Settled
 
 MOST_LOANS = 16
@@ -194,6 +195,7 @@ def _new_tokens(
             message.cached_tokens = job.cached_tokens
             message.restored_tokens = job.restored_tokens
             message.prompt_logprobs.extend(map(logprobs_to, job.prompt_scores))
+            message.embedding = job.pooled.embedding if job.pooled else b""
     return message
 
 

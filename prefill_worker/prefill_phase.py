@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from baton.core.config import Config
-from baton.core.errors import Exhausted
+from baton.core.errors import Exhausted, Internal
 from baton.core.types import AttemptKey, DeviceEvent, FinishReason, Logprobs, Role, Work
 from baton.core.wire import failed_to, finish_to, logprobs_to
 from baton.engine.page_pool import PagePool
@@ -49,8 +49,9 @@ from baton.kv_transfer.transfer_events import (
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.prefill_worker.prefill_scheduler import PrefillScheduler, PrefillSequence, PromptFetch
 from baton.v1 import worker_pb2 as pb
+from baton.worker.held_leases import HeldLeases
 from baton.worker.metrics import WorkerMetrics
-from baton.worker.phase import HeldLeases, Order, Phase
+from baton.worker.phase import Order, Phase
 from baton.worker.step_pipeline import Settled
 
 
@@ -122,6 +123,35 @@ class PrefillPhase(Phase[PrefillSequence]):
         if key in self._jobs:
             self._jobs[key].delivered = True
 
+    def step(self) -> bool:
+        encoded = self._encode(self._scheduler.next_inputs())
+        return super().step() or encoded
+
+    def _encode(self, inputs: list[PrefillSequence]) -> bool:
+        """Computes inputs of the embedding model, between steps. False when there are none."""
+        if not inputs:
+            return False
+        self._advance({})  # a record names the rows of one step after the other
+        self._start(dict.fromkeys(inputs, 0))
+        began = time.monotonic()
+        self._steps.record.begin(inputs)
+        for job, finite in zip(inputs, self._engine.encode(inputs), strict=True):
+            if finite:
+                self._emit_embedding(job)
+            else:
+                self._fail(job, Internal("the embedding is not finite"))
+        self._steps.record.end()
+        rows = sum(len(each.work.prompt_tokens) for each in inputs)
+        self._metrics.step(len(inputs), rows, time.monotonic() - began)
+        self._outbox.flush()
+        return True
+
+    def _emit_embedding(self, job: PrefillSequence) -> None:
+        job.chunks.end(len(job.tokens), time.monotonic())
+        self._scheduler.remove(job)
+        self._outbox.send(job.attachment, _first_token(job, job.append(0), None))
+        self._forget(job)
+
     def _plan(self) -> Plan:
         return self._scheduler.next()
 
@@ -156,7 +186,7 @@ class PrefillPhase(Phase[PrefillSequence]):
         blocked = self._scheduler.cleared_waiting or self._scheduler.running
         if not holders or will_free or not blocked:
             return False
-        if self._fetches.coming:
+        if self._fetches.coming or (self._adapters and self._adapters.loading):
             return False
         youngest = max(holders, key=lambda job: job.queued_at)
         error = Exhausted("the prefill and decode pools are full; try again")
@@ -245,6 +275,7 @@ def _first_token(
         logprobs=logprobs_to(logprobs) if logprobs else None,
         prompt_logprobs=map(logprobs_to, job.prompt_scores),
         chunks=job.chunks.chunks,
+        embedding=job.pooled.embedding if job.pooled else b"",
     )
     if job.fetch is not None:
         first.fetched_tokens = job.fetch.used(job.lease.found) * job.chain.page_size

@@ -23,10 +23,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.types import AttemptKey
+from baton.core.types import AttemptKey, Pooling
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.sequence import next_page_pending
 from baton.engine.step import Plan
@@ -117,10 +117,11 @@ class PrefillScheduler:
         self._chunk_tokens = chunk_tokens
         self._waiting: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
         self._started: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
+        self._inputs: dict[AttemptKey, PrefillSequence] = {}  # of the embedding model
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._inputs)
 
     @property
     def running(self) -> int:
@@ -129,8 +130,7 @@ class PrefillScheduler:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not yet computed."""
-        prompts = itertools.chain(self._waiting.values(), self._started.values())
-        return sum(sequence.uncomputed for sequence in prompts)
+        return sum(sequence.uncomputed for sequence in self._all)
 
     @property
     def waiting_pages(self) -> int:
@@ -147,8 +147,30 @@ class PrefillScheduler:
         """Whether it has pages, and is not computed yet."""
         return sequence.work.key in self._started
 
+    @property
+    def _all(self) -> Iterator[PrefillSequence]:
+        kinds = (self._waiting, self._started, self._inputs)
+        return itertools.chain.from_iterable(each.values() for each in kinds)
+
     def add(self, sequence: PrefillSequence) -> None:
-        self._waiting[sequence.work.key] = sequence
+        encoded = sequence.work.pooling is Pooling.ENCODER
+        queue = self._inputs if encoded else self._waiting
+        queue[sequence.work.key] = sequence
+
+    def next_inputs(self) -> list[PrefillSequence]:
+        """Whole inputs of the embedding model that are computed together, of as many tokens as a
+        chunk or one; none while a prompt of an earlier priority is there."""
+        batch: list[PrefillSequence] = []
+        budget = self._chunk_tokens
+        prompts = itertools.chain(self._waiting.values(), self._started.values())
+        urgent = min(map(_priority, prompts), default=math.inf) if self._inputs else math.inf
+        for sequence in sorted(self._inputs.values(), key=_priority):
+            budget -= len(sequence.tokens)
+            alone = sequence.work.alone or (batch and batch[0].work.alone)
+            if (batch and (budget < 0 or alone)) or urgent < sequence.work.priority:
+                break
+            batch.append(sequence)
+        return batch
 
     def has_to_wait(self, keys: list[bytes]) -> bool:
         """Whether the first page that the cache lacks is being computed or fetched."""
@@ -161,6 +183,7 @@ class PrefillScheduler:
         """Forgets an attempt. The caller frees its pages if it had started."""
         self._waiting.pop(sequence.work.key, None)
         self._started.pop(sequence.work.key, None)
+        self._inputs.pop(sequence.work.key, None)
 
     def next(self) -> Plan:
         """The next step, first prompt first. Empty when nothing can run."""

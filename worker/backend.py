@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from baton.core import model_store
+from baton.core.adapter_config import find_adapter
 from baton.core.config import CacheConfig, Config, settle
 from baton.core.errors import InvalidConfig, WorkerLost
 from baton.core.page_keys import KEY_SIZES
 from baton.core.process import StartTimes
 from baton.core.types import Role
 from baton.engine.engine import Engine
-from baton.engine.gpu.device import GpuSettings
+from baton.engine.gpu.device import AdapterRoom, GpuSettings
 from baton.engine.model_choice import choose_dtype
 from baton.engine.page_files import PageForm
 from baton.engine.page_memory import PageMemory, page_memory
@@ -95,6 +96,12 @@ class Backend:
         self._times.mark("steps")
         self.transfer = self._open_transfer()
         self._times.mark("transfer")
+        if folder := self._config.embedding_model:
+            self._progress("loading the embedding model")
+            self.engine.load_encoder(Path(folder).expanduser())
+            self._times.mark("embedding model")
+        if self._config.allowed_adapters:
+            self._open_adapters(self._config.allowed_adapters)
         self._cache_feed = CacheFeed(self.engine.pool, self._outbox)
         return self._make_phase(role), self._cache_feed
 
@@ -125,6 +132,8 @@ class Backend:
             self.engine, self._config.cache, self._worker_id, FLUSH_SECONDS, for_good=for_good
         )
         self.transfer.stop()
+        if self.engine.adapters:
+            self.engine.adapters.close()
         if self._ranks:
             self._ranks.close()
 
@@ -199,6 +208,15 @@ class Backend:
         transfer.start()
         return transfer
 
+    def _open_adapters(self, folders: tuple[str, ...]) -> None:
+        """Loads the first of the configured adapters, so that a bad one is found at once."""
+        slots = self._config.adapter_slots
+        pool = self.engine.open_adapters(slots, folders, lambda: self._inbox.put(Wake()))
+        for name, folder in list(self._config.adapters.items())[:slots]:
+            self._progress(f"loading adapter {name}")
+            pool.load_now(find_adapter(folder))
+        self._times.mark("adapters")
+
     def _gpu_settings(self, role: Role) -> GpuSettings:
         """Large enough for the steps of either role, which may be switched."""
         prefill, decode = self._config.prefill, self._config.decode
@@ -208,7 +226,14 @@ class Backend:
             chunk_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
             share=prefill.gpu_share if role is Role.PREFILL else 1.0,
             numerics=self._config.numerics,
+            adapters=self._adapter_room(),
         )
+
+    def _adapter_room(self) -> AdapterRoom | None:
+        config = self._config
+        if not config.allowed_adapters:
+            return None
+        return AdapterRoom(config.adapter_slots, config.adapter_rank, config.adapter_memory)
 
     def _report_loading(self, what: str, done: float) -> None:
         """Reports every tenth of what is done in parts."""
@@ -241,17 +266,23 @@ def head_range(engine: Engine) -> HeadRange:
 
 def pool_layout(engine: Engine) -> PoolLayout:
     """The layout of whole pages, over all ranks."""
-    model = engine.architecture
+    model, stored = engine.architecture, _dtype_name(engine.kv.dtype)
+    if engine.kv.dtype != engine.dtype:  # the codes of what this dtype computes
+        stored += f" from {_dtype_name(engine.dtype)}"
     return PoolLayout(
         version=LAYOUT_VERSION,
         model=engine.fingerprint,
-        dtype=str(engine.kv.dtype).removeprefix("torch."),
+        dtype=stored,
         page_size=engine.pool.page_size,
         layers=model.slices.layers,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
         windows=[window or 0 for window in model.slices.windows] if any(model.windows) else (),
     )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def open_second_tier(
@@ -280,7 +311,7 @@ def open_second_tier(
     if config.files:
         form = PageForm(
             root=_files_root(root, ranks),
-            dtype=str(kv.dtype).removeprefix("torch."),
+            dtype=_dtype_name(kv.dtype),
             page_size=engine.pool.page_size,
             page_bytes=page_bytes,
             key_bytes=KEY_SIZES[engine.pool.slices > 1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -46,6 +47,10 @@ class WorkerMetrics:
         self._worker_id = worker_id
         self._cache_counts = (0, 0, 0)  # as last reported
         self._tiers: TierMetrics | None = None  # once there is a second tier
+        self._adapter_events: dict[str, int] = {}  # as last reported
+        labels = [*_LABELS, "event"]
+        help = names.HELP[names.ADAPTER_EVENTS]
+        self._adapters = Counter(names.ADAPTER_EVENTS, help, labels, registry=self.registry)
         self._all_pages = self._gauge(names.PAGES, "state")
         self._all_gauges = {name: self._gauge(name) for name in _GAUGES}
         self._all_counters = {
@@ -107,6 +112,12 @@ class WorkerMetrics:
         for state in ("free", "leased", "quarantined", "cached"):
             pages = self._all_pages.labels(**self._labels, state=state)
             pages.set(getattr(load, f"{state}_pages"))
+
+    def adapters(self, events: Mapping[str, int]) -> None:
+        for event, count in events.items():
+            new = count - self._adapter_events.get(event, 0)
+            self._adapters.labels(**self._labels, event=event).inc(new)
+        self._adapter_events = dict(events)
 
     def cache(self, pool: PagePool) -> None:
         cache, size = pool.cache, pool.page_size

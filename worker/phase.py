@@ -18,14 +18,14 @@ from baton.core.config import Config
 from baton.core.errors import (
     BatonError,
     Internal,
+    NotServed,
     PromptTooLong,
     Unavailable,
     WorkerDrained,
 )
-from baton.core.types import AttemptKey, Role, Work
+from baton.core.types import AttemptKey, Pooling, Role, Work
 from baton.core.wire import failed_to, work_from
-from baton.engine.engine import Engine
-from baton.engine.page_pool import Lease
+from baton.engine.engine import AnyAdapterPool, Engine
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 from baton.kv_transfer.transfer_events import (
@@ -36,6 +36,7 @@ from baton.kv_transfer.transfer_events import (
 )
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
+from baton.worker.held_leases import HeldLeases
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
 from baton.worker.step_pipeline import Settled, StepPipeline
@@ -68,45 +69,6 @@ class Job(Sequence):
 AnyJob = TypeVar("AnyJob", bound=Job)
 
 
-class HeldLeases:
-    """Leases of pages that a peer may still use. The transfer thread reports when each can be
-    freed."""
-
-    def __init__(self, *, written: bool) -> None:
-        """With `written` peers write to the pages that were not found; else they read all."""
-        self._written = written
-        self._leases: dict[AttemptKey, Lease] = {}
-        self._overdue: set[AttemptKey] = set()  # those held for too long
-
-    def __contains__(self, key: AttemptKey) -> bool:
-        return key in self._leases
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    @property
-    def pages(self) -> set[int]:
-        return {page for lease in self._leases.values() for page in lease.held}
-
-    @property
-    def overdue_pages(self) -> set[int]:
-        leases = [self._leases[key] for key in self._overdue]
-        return {page for each in leases for page in (each.fresh if self._written else each.held)}
-
-    def hold(self, key: AttemptKey, lease: Lease) -> None:
-        self._leases[key] = lease
-
-    def mark_overdue(self, key: AttemptKey) -> None:
-        if key in self._leases:
-            self._overdue.add(key)
-
-    def free(self, key: AttemptKey) -> None:
-        """Nothing can reach the pages any more."""
-        self._overdue.discard(key)
-        if lease := self._leases.pop(key, None):
-            lease.release()
-
-
 class Phase(ABC, Generic[AnyJob]):
     """Holds one job per attempt. A released one that a peer may still use leaves its lease in
     `_leaving`."""
@@ -126,6 +88,7 @@ class Phase(ABC, Generic[AnyJob]):
     ) -> None:
         self._engine = engine
         self._pool = engine.pool
+        self._adapters = engine.adapters
         self._transfer = transfer
         self._outbox = outbox
         self._metrics = metrics
@@ -179,6 +142,8 @@ class Phase(ABC, Generic[AnyJob]):
             self._alone &= self._jobs.keys()
             self._advance({})  # nothing else is in flight beside them
         plan = self._plan()
+        if self._adapters:
+            plan = self._with_adapters(self._adapters, plan)
         if not plan and not self._steps.any:
             return self._unblock()
         self._start(plan)
@@ -200,6 +165,14 @@ class Phase(ABC, Generic[AnyJob]):
             self._settle(settled)
         self._end_step(plan)
 
+    def _with_adapters(self, adapters: AnyAdapterPool, plan: Plan) -> Plan:
+        """Without the jobs that wait for their adapters, or whose adapters cannot be loaded."""
+        for digest, error in adapters.settle().items():
+            for job in [each for each in self._jobs.values() if each.work.adapter_digest == digest]:
+                plan.pop(job, None)
+                self._fail(job, error)
+        return adapters.runnable(plan)
+
     def load(self) -> pb.Load:
         """How busy the phase and its pool are; also written to the metrics."""
         busy, quarantined = self._jobs or self._steps.any, self._quarantined
@@ -216,9 +189,12 @@ class Phase(ABC, Generic[AnyJob]):
             queued_tokens=self._scheduler.queued_tokens,
             fault=leak or self._quarantine_fault(quarantined),
             transfers=self._transfers,
+            adapters=self._adapters.loaded if self._adapters else (),
         )
         self._metrics.load(load)
         self._metrics.cache(self._pool)
+        if self._adapters:
+            self._metrics.adapters(self._adapters.events)
         return load
 
     def drain(self) -> None:
@@ -281,19 +257,23 @@ class Phase(ABC, Generic[AnyJob]):
         return len(set[int]().union(*(each.overdue_pages for each in self._held)))
 
     def _accept(self, attachment: int, order: Order, arrived: float) -> None:
-        work = work_from(order.work)
-        if work.key in self._jobs or work.key in self._leaving:
+        key = AttemptKey(order.work.request_id, order.work.epoch)
+        if key in self._jobs or key in self._leaving:
             return
         try:
+            work = work_from(order.work)
             self._check(work)
         except BatonError as error:
-            self._outbox.send(attachment, failed_to(work.key, error))
+            self._outbox.send(attachment, failed_to(key, error))
             return
         if work.alone:
             self._alone.add(work.key)
         job = self._jobs[work.key] = self._begin(work, order)
         job.attachment, job.queued_at = attachment, arrived
         job.set_guide(self._engine.guide(work))
+        if self._adapters and work.adapter:
+            in_use = {each.work.adapter_digest for each in self._jobs.values()}
+            self._adapters.request(work.adapter, in_use)
 
     def _start(self, plan: Plan) -> list[AnyJob]:
         """The jobs that are in a step for the first time."""
@@ -325,15 +305,29 @@ class Phase(ABC, Generic[AnyJob]):
             raise self._drained()
         if fault := self._quarantine_fault(self._quarantined):
             raise Unavailable(fault)
-        bounds.check_work(work, self._engine.architecture.vocabulary_size)
+        vocabulary, context = self._limits(work)
+        bounds.check_work(work, vocabulary)
+        if work.adapter:
+            if self._adapters is None:
+                raise NotServed("this worker serves no adapters", field="model")
+            self._adapters.check(work.adapter)
         answer = work.tokens_wanted if self.role is Role.DECODE else 0
         most_tokens = len(work.prompt_tokens) + answer
-        if most_tokens > self._engine.context_length:
+        if most_tokens > context:
             raise PromptTooLong(
                 f"the request may reach {most_tokens} tokens; this worker's context holds"
-                f" {self._engine.context_length}",
+                f" {context}",
                 field="prompt",
             )
+
+    def _limits(self, work: Work) -> tuple[int, int]:
+        """The vocabulary and the context of the work's model."""
+        if work.pooling is not Pooling.ENCODER:
+            return self._engine.architecture.vocabulary_size, self._engine.context_length
+        if self._engine.encoder is None or self.role is Role.DECODE:
+            raise NotServed("this worker computes no embedding model", field="model")
+        config = self._engine.encoder.config
+        return config.vocabulary, config.max_tokens
 
     def _drained(self) -> WorkerDrained:
         return WorkerDrained(f"the {self.role.value} worker is being drained")

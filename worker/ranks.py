@@ -86,6 +86,7 @@ def rank_settings(
         random_weights=config.weights == "random",
         engine=config.engine,
         quantization=config.quantization,
+        kv_dtype=config.kv_dtype,
         gpu=dataclasses.replace(gpu, memory_share=gpu.memory_share / most),
     )
     settings = RankSettings(

@@ -304,4 +304,5 @@ class WorkerServer:
             metrics_address=self.metrics_address,
             verdicts=self._record.verdicts,
             quantization=self._config.quantization.removeprefix("none"),
+            kv_dtype=self._config.kv_dtype.removeprefix("auto"),
         )
