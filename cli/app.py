@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from baton.cli.adapter_commands import adapter
 from baton.cli.ask import chat, generate
 from baton.cli.batch_command import batch
 from baton.cli.cache_commands import cache
@@ -36,3 +37,4 @@ for command in (
 app.add_typer(model, name="model")
 app.add_typer(keys, name="keys")
 app.add_typer(cache, name="cache")
+app.add_typer(adapter, name="adapter")

@@ -126,6 +126,7 @@ def check_quality(config: Config) -> Iterator[Check]:
         dtype=choose_dtype(config.dtype, device),
         engine=config.engine,
         quantization=config.quantization,
+        kv_dtype=config.kv_dtype,
     )
     for each in (quality.overall, *quality.by_depth):
         good = each.perplexity_change <= MOST_PERPLEXITY and each.top_agreement >= LEAST_AGREEMENT

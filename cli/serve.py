@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import threading
 import time
@@ -59,6 +60,9 @@ def serve(
         False, "--detach", help="Return when it serves; see `baton stop`. Needs a Ray."
     ),
     name: str = Option("", help="With --detach: take over a running cluster of this name."),
+    adapter: list[str] = Option(
+        [], metavar="NAME=PATH", help="Serve a LoRA adapter (a folder of PEFT); may be repeated."
+    ),
     watch: bool = Option(
         False, "--watch", help="With --detach: stay and report progress until stopped."
     ),
@@ -78,10 +82,20 @@ def serve(
     given = {flag: value for flag, value in flags.items() if value is not None}
     keys = {path: value for flag, value in given.items() for path in _PATHS[flag]}
     loaded = configs.load(config, keys)
+    if adapter:
+        adapters = {**loaded.adapters, **dict(map(_named_path, adapter))}
+        loaded = dataclasses.replace(loaded, adapters=adapters)
     prepared = preflight.prepare(loaded, workers_here=not ray_address)
     if not name:  # else they may be those of the running cluster
         preflight.check_ports(prepared.router)
     _Session(prepared, ray_address, detach, name, watch).serve()
+
+
+def _named_path(adapter: str) -> tuple[str, str]:
+    name, separator, path = adapter.partition("=")
+    if not (name and separator and path):
+        raise typer.BadParameter(f"{adapter!r} is not NAME=PATH", param_hint="--adapter")
+    return name, path
 
 
 class _Stopped(Exception):

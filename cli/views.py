@@ -91,13 +91,14 @@ def _worker_cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
     # Only admins get the address.
     address = f"\n{member.address}" if member.address else ""
     weights = f"\n{worker.quantization} weights" if worker.quantization else ""
+    pages = f"\n{worker.kv_dtype} pages" if worker.kv_dtype else ""
     attached = ("yes", "green") if worker.attached else ("no", "red")
     if worker.attached and worker.draining:
         attached = "draining", "yellow"
     # The cached share of the prompt tokens that it was to prefill or to receive.
     hits = f"{worker.cached_tokens / worker.prompt_tokens:.0%}" if worker.prompt_tokens else "-"
     return [
-        Text.assemble(member.worker_id, (address + weights, "dim")),
+        Text.assemble(member.worker_id, (address + weights + pages, "dim")),
         _ROLES.get(member.role, "?"),
         Text(*attached),
         _pages(worker),

@@ -36,7 +36,9 @@ from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.overview import RouterOverview
 from baton.router.observe.spans import Spans
 from baton.router.placement.placer import Placer
+from baton.router.prompts.embedding_model import EmbeddingModel
 from baton.router.prompts.text import Text
+from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.serving import Serving
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.controller_client import ControllerClient
@@ -89,8 +91,20 @@ class RouterServer:
         self._membership = Membership(self._router_id, model, self._config)
         placer = Placer(self._membership, router)
         self._responses = CachedResponses.open(self._config.cache, self._metrics)
+        adapters = AdapterNames(model, self._config.allowed_adapters)
+        for name, adapter_folder in self._config.adapters.items():
+            adapters.name(name, await adapters.read(name, adapter_folder))
+        embedding = self._config.embedding_model
+        encoder = await asyncio.to_thread(EmbeddingModel.load, embedding) if embedding else None
         self._serving = Serving(
-            text, self._membership, placer, router, self._metrics, self._responses
+            text,
+            self._membership,
+            placer,
+            router,
+            self._metrics,
+            self._responses,
+            adapters,
+            encoder,
         )
         self._membership.listen(self._report_health)
         self._metrics.watch(self._membership.links)
@@ -104,7 +118,7 @@ class RouterServer:
         self._serve_metrics()
         self._membership.set_addresses(self._config.members.workers)
         if controller:
-            self._start(client.follow(self._membership))
+            self._start(client.follow(self._membership, self._serving.adapters))
             self._start(client.report(self._router_id, self._serving, self._membership))
         if seconds := router.canary_seconds:
             self._start(self._serving.dispatcher.run_canary(seconds))
@@ -143,13 +157,19 @@ class RouterServer:
         limits = self._config.router
         self._server = make_server(self._keys, limits.max_requests)
         self._edges = EdgeContext(
-            self._serving, self._membership, self._keys, model, limits.reader_buffer, defaults
+            self._serving,
+            self._membership,
+            self._keys,
+            model,
+            limits.reader_buffer,
+            defaults,
+            controller,
         )
         inference = InferenceService(self._edges)
         self._overview = RouterOverview(
             self._serving, self._membership, model, self._router_id, limits.max_queued
         )
-        admin = AdminService(self._edges, self._overview, controller)
+        admin = AdminService(self._edges, self._overview)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(

@@ -221,6 +221,7 @@ class Answer:
             self._cached = tokens.cached_tokens, tokens.fetched_tokens
             delta.prompt_logprobs = self._scored_prompt(tokens)
             delta.replayed = self._cached_answer is not None
+            delta.embedding = tokens.embedding
         if tokens.guessed:
             self.ledger.note_guesses(tokens.guessed, min(tokens.accepted, count))
         self._emit(delta)

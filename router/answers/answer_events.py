@@ -51,6 +51,8 @@ class AnswerDelta:
     prompt_logprobs: tuple[ScoredToken, ...] = ()
     # All of an answer from the response cache: no client can be too slow for it.
     replayed: bool = False
+    # With an answer's first delta: of the prompt, where requested.
+    embedding: bytes = b""
 
     def add(self, later: AnswerDelta) -> None:
         """Appends what the same answer has emitted next."""
@@ -61,6 +63,7 @@ class AnswerDelta:
         if later.tool_calls:
             self.tool_calls = _joined(self.tool_calls + later.tool_calls)
         self.prompt_logprobs += later.prompt_logprobs
+        self.embedding += later.embedding
 
 
 def merged(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
-from baton.core.errors import Unavailable, UnknownModel
+from baton.core.errors import Unavailable
 from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.types import Adapter, Pooling, Request
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.requests.serving import Serving
+from baton.router.workers.controller_client import NO_CONTROLLER, ControllerClient
 from baton.router.workers.membership import Membership
 
 
@@ -21,15 +23,33 @@ class EdgeContext:
     model: str
     reader_buffer: int
     defaults: GenerationDefaults = NO_DEFAULTS
+    controller: ControllerClient = NO_CONTROLLER
     # Of the HTTP calls in progress.
     buffers: WeakSet[ClientBuffer] = field(default_factory=WeakSet)
 
+    def find_adapter(self, model: str) -> Adapter | None:
+        """What a model's name stands for; None for the model itself. Raises UnknownModel."""
+        return self.serving.adapters.find(model)
+
+    def addressed(self, request: Request, model: str) -> Request:
+        """The request to the model that the caller names. Raises UnknownModel."""
+        embedding = self.serving.embedding_model
+        if embedding and model == embedding.name:
+            return embedding.addressed(request)
+        pooling = Pooling.LAST if request.pooling is Pooling.ENCODER else request.pooling
+        adapter = self.find_adapter(model)
+        return replace(request, model=model or self.model, adapter=adapter, pooling=pooling)
+
     def check_model(self, name: str) -> None:
-        if name not in ("", self.model):
-            raise UnknownModel(
-                f"there is no model {name!r} here; this cluster serves {self.model!r}",
-                field="model",
-            )
+        """Raises UnknownModel."""
+        if name not in self.model_names:
+            self.find_adapter(name)
+
+    @property
+    def model_names(self) -> list[str]:
+        embedding = self.serving.embedding_model
+        names = [self.model, *self.serving.adapters.served]
+        return [*names, embedding.name] if embedding else names
 
     def end_calls(self) -> None:
         """Ends every HTTP call in progress with an error."""

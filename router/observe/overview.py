@@ -128,6 +128,7 @@ def _worker_status(
             for name, reason in membership.pairs.misfits(link)
         ],
         quantization=welcome.quantization if welcome else "",
+        kv_dtype=welcome.kv_dtype if welcome else "",
     )
 
 

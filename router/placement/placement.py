@@ -116,6 +116,8 @@ class PrefillColumns:
     # restore from the second tier.
     cached_tokens: Column = ()
     saved_tokens: Column = ()
+    # Whether it must load the request's adapter; empty without one.
+    lacks_adapter: Column = ()
 
 
 @dataclass(slots=True)
@@ -139,6 +141,7 @@ class DecodeColumns:
     saved_tokens: Column = ()
     # Requests in local prefill.
     prefilling: Column = ()
+    lacks_adapter: Column = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,15 @@ import math
 import time
 from operator import attrgetter
 
+import numpy
+
 from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, DeadlineExceeded, LayoutMismatch
 from baton.core.page_reach import pages_held, windows_of
-from baton.core.types import Role, Work
+from baton.core.types import Pooling, Role, Work
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import (
+    Column,
     DecodeColumns,
     FetchPages,
     LocalPrefill,
@@ -21,6 +24,7 @@ from baton.router.placement.placement import (
     Snapshot,
     Strategy,
     Suspicion,
+    column_of,
     columns_of,
 )
 from baton.router.placement.policy import choose, why_no_pair
@@ -56,7 +60,9 @@ class Topology:
             (link.prompts.queued_tokens, link.has_room(suspicion), *self._cached(link, work))
             for link in self.prefill
         ]
-        return PrefillColumns(self.prefill_ids, self.reaches, *columns_of(rows))
+        columns = PrefillColumns(self.prefill_ids, self.reaches, *columns_of(rows))
+        columns.lacks_adapter = _lacking(self.prefill, work)
+        return columns
 
     def decode_columns(self, work: Work, suspicion: Suspicion) -> DecodeColumns:
         rows = []
@@ -78,7 +84,9 @@ class Topology:
                     prefilling,
                 )
             )
-        return DecodeColumns(self.decode_ids, *columns_of(rows))
+        columns = DecodeColumns(self.decode_ids, *columns_of(rows))
+        columns.lacks_adapter = _lacking(self.decode, work)
+        return columns
 
     def _cached(self, link: WorkerLink, work: Work) -> tuple[int, int]:
         """Tokens of the prompt that the worker need not compute, never the last one; and those of
@@ -88,6 +96,13 @@ class Topology:
         if not cache.has_saved:
             return cached, 0
         return cached, max(0, cached - size * cache.leading_in_pool(keys))
+
+
+def _lacking(links: list[WorkerLink], work: Work) -> Column:
+    if work.adapter is None:
+        return ()
+    lacking = [int(not link.has_adapter(work.adapter.digest)) for link in links]
+    return column_of(numpy.array(lacking, numpy.int64))
 
 
 class Placer:
@@ -150,12 +165,13 @@ class Placer:
 
     def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
         topology = self._topology
+        encoded = work.pooling is Pooling.ENCODER  # which prefill workers alone do
         return Snapshot(
             prefill=topology.prefill_columns(work, suspicion),
             decode=topology.decode_columns(work, suspicion),
             mismatches=topology.mismatches,
-            local_prefill=self._may_prefill_locally(),
-            local=self._local,
+            local_prefill=not encoded and self._may_prefill_locally(),
+            local=LocalPrefill.NEVER if encoded else self._local,
             fetch=self._fetch,
             strategy=self._strategy,
             costs=self.costs.costs,

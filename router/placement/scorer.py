@@ -30,6 +30,9 @@ from baton.router.placement.placement import (
     Strategy,
 )
 
+ADAPTER_SECONDS = 0.4
+"""What a worker takes to load an adapter: one of 84 MB, from files in the page cache."""
+
 ALWAYS_SECONDS = 60.0
 """How long a prompt may wait for pages that are fetched whatever they save."""
 
@@ -55,6 +58,8 @@ class PrefillScores:
         )
         self.compute = _listed(compute)
         wait = _evaluate(costs.wait, workers.pending_tokens, workers.saved_tokens)
+        if len(workers.lacks_adapter):  # A load runs beside the compute of earlier prompts.
+            wait = _evaluate(_with_load, wait, workers.lacks_adapter)
         # From now on.
         self.first_token = _listed(_evaluate(add, compute, wait))
         # Where fetching takes less than computing.
@@ -101,6 +106,8 @@ class PrefillScores:
         pages, held_pages = snapshot.pages_after(near, near - tokens), near // snapshot.page_size
         compute = costs.prefill.seconds(snapshot.prompt_tokens - near, near)
         wait = costs.prefill.wait(int(workers.pending_tokens[row]))
+        if len(workers.lacks_adapter):
+            wait = _with_load(wait, int(workers.lacks_adapter[row]))
         late = costs.fetch_seconds(pages * snapshot.page_bytes) - wait
         first_token = compute + wait + larger(late, 0.0)
         seconds = self.first_token[row] - (compute + wait)
@@ -156,7 +163,14 @@ class DecodeScores:
             return answer + larger(pushed + restored, local.queued * pending - compute)
 
         columns = workers.saved_tokens, workers.pending_tokens
-        return _listed(_evaluate(cost, self._answers, self._transfers, *columns))
+        found = _evaluate(cost, self._answers, self._transfers, *columns)
+        if len(workers.lacks_adapter):  # A load runs beside the prompt's compute.
+            found = _evaluate(
+                lambda known, lacks: known + larger(ADAPTER_SECONDS * lacks - compute, 0.0),
+                found,
+                workers.lacks_adapter,
+            )
+        return _listed(found)
 
     def best_local(self, rows: list[int]) -> tuple[float, int]:
         """The cost and the row of the best decode worker for local prefill, during which its other
@@ -183,9 +197,21 @@ class DecodeScores:
         if self._aware:
             columns = workers.cached_tokens, workers.pending_tokens, workers.running
             more = workers.saved_tokens, workers.leased_pages
-            scores = _listed(_evaluate(local, self._answers, *columns, *more))
+            found = _evaluate(local, self._answers, *columns, *more)
+            if len(workers.lacks_adapter):
+                found = _evaluate(_after_load, found, workers.lacks_adapter)
+            scores = _listed(found)
         row = min(preferred(snapshot, rows, workers.cached_tokens), key=scores.__getitem__)
         return scores[row], row
+
+
+def _with_load(wait: Any, lacks: Any) -> Any:
+    """The wait for earlier prompts, and for an adapter that is loaded meanwhile."""
+    return larger(wait, ADAPTER_SECONDS * lacks)
+
+
+def _after_load(seconds: Any, lacks: Any) -> Any:
+    return seconds + ADAPTER_SECONDS * lacks
 
 
 def _load_costs(snapshot: Snapshot) -> list[float]:

@@ -104,7 +104,8 @@ class Text:
         text = self.render(chat) if chat else ""
         rendered = time.monotonic()
         tokens = self._request_tokens(request, text, most_tokens)
-        keys = naming.keys(tokens[:most_tokens], request.cache_salt) if naming else []
+        adapter = request.adapter.digest if request.adapter else b""
+        keys = naming.keys(tokens[:most_tokens], request.cache_salt, adapter) if naming else []
         return TokenizedPrompt(
             tokens,
             keys,

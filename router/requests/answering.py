@@ -131,7 +131,8 @@ class Answering:
         await self.dispatcher.run(work, task.request, answer)
         self._note_answer(answer.ledger)
         finished = answer.finished()
-        self.dispatcher.placer.costs.note_answer(finished.usage.completion_tokens)
+        if task.request.pooling is None:
+            self.dispatcher.placer.costs.note_answer(finished.usage.completion_tokens)
         emit(finished)
         recorded = answer.recorded() if record else None
         return FinishReason(finished.finish_reason), recorded

@@ -45,6 +45,7 @@ class Tokens(NamedTuple):
     # Tokens that were guessed and checked, and how many of token_ids they gave.
     guessed: int = 0
     accepted: int = 0
+    embedding: bytes = b""  # of the prompt, with the first tokens, where requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class Attempt:
         self._decode_agent = decode_agent
         self._holder_agent = holder_agent
         # Looking for log probabilities takes longer than the rest of a step.
-        self._scored = not (work.logprobs is None and work.prompt_logprobs is None)
+        asked = (work.logprobs, work.prompt_logprobs, work.pooling)
+        self._scored = any(each is not None for each in asked)
         self._held: set[Role] = set()
         self._early: list[Tokens] = []  # of decode, which overtook token #1
 
@@ -187,6 +189,7 @@ class Attempt:
             (logprobs_from(first.logprobs),) if first.HasField("logprobs") else (),
             first.fetched_tokens,
             tuple(map(logprobs_from, first.prompt_logprobs)),
+            embedding=first.embedding,
         )
         return [tokens, *self._early]
 
@@ -201,6 +204,7 @@ class Attempt:
             tokens = tokens._replace(
                 logprobs=tuple(map(logprobs_from, step.logprobs)),
                 prompt_logprobs=tuple(map(logprobs_from, step.prompt_logprobs)),
+                embedding=step.embedding,
             )
         if guessed := step.guessed_tokens:
             tokens = tokens._replace(guessed=guessed, accepted=len(tokens.token_ids) - 1)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from baton.core.config import RouterConfig
-from baton.core.errors import WorkerLost
-from baton.core.types import AttemptKey, Request, Role, Sampling, Work
+from baton.core.errors import InvalidAdapter, Unavailable, WorkerLost
+from baton.core.types import Adapter, AttemptKey, Pooling, Request, Role, Sampling, Work
 from baton.router.answers.answer import Answer
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
@@ -108,16 +108,31 @@ class Dispatcher:
             await asyncio.gather(*map(self._probe, idle))
 
     async def _probe(self, link: WorkerLink) -> None:
-        """Has the worker make one token after token 0, which every vocabulary has."""
-        work = Work(AttemptKey(f"canary-{uuid.uuid4().hex}", 1), [0], Sampling(), 1, frozenset())
-        prefill, decode = (link, None) if link.role is Role.PREFILL else (None, link)
-        names = prefill.worker_id if prefill else "", decode.worker_id if decode else ""
-        assignment = Assignment(Placement(*names, code=Reason.CANARY), prefill, decode)
-        problem = await self._try_once(work, assignment)
+        problem = await self._try_worker(link)
         if problem:
             log.warning("worker %s failed its canary: %s", link.worker_id, problem)
         if link.welcome:
             link.note_canary(f"its canary failed: {problem}" if problem else "")
+
+    async def try_adapter(self, adapter: Adapter) -> None:
+        """Has every worker load it; raises why one cannot."""
+        links = [link for link in self.membership.links if link.takes_requests]
+        if not links:
+            raise Unavailable("no workers are ready")
+        problems = await asyncio.gather(*(self._try_worker(link, adapter) for link in links))
+        for link, problem in zip(links, problems, strict=True):
+            if problem:
+                raise InvalidAdapter(f"{link.worker_id} cannot load the adapter: {problem}")
+
+    async def _try_worker(self, link: WorkerLink, adapter: Adapter | None = None) -> str:
+        """Has the worker make one token after token 0, which every vocabulary has. Returns what
+        went wrong, or an empty string."""
+        key = AttemptKey(f"canary-{uuid.uuid4().hex}", 1)
+        work = Work(key, [0], Sampling(), 1, frozenset(), adapter=adapter)
+        prefill, decode = (link, None) if link.role is Role.PREFILL else (None, link)
+        names = prefill.worker_id if prefill else "", decode.worker_id if decode else ""
+        assignment = Assignment(Placement(*names, code=Reason.CANARY), prefill, decode)
+        return await self._try_once(work, assignment)
 
     async def _try_once(self, work: Work, assignment: Assignment) -> str:
         """Makes one token. Returns what went wrong, or an empty string."""
@@ -191,6 +206,7 @@ class RunningAttempt:
         for link in self._assignment.links:
             link.open(work.key, self._inbox.put)
             link.assigned.count_suspect(self._suspicion, +1)
+            link.assigned.count_adapter(work.adapter_digest, +1)
         cached = forecast.cached_tokens if forecast else 0
         self._prompt = self._assignment.prefiller.prompts.add(len(work.prompt_tokens), cached)
         self._unanswered = True
@@ -246,6 +262,7 @@ class RunningAttempt:
         for link in self._assignment.links:
             link.close(self._attempt.work.key)
             link.assigned.count_suspect(self._suspicion, -1)
+            link.assigned.count_adapter(self._attempt.work.adapter_digest, -1)
         self._cache.remove_pending(self._attempt.work.page_keys)
         self._free_capacity(prefilled=True, answered=True)
         self._on_room()
@@ -324,8 +341,8 @@ class Feedback:
         self, role: Role, message: pb.FirstToken | pb.StepTokens, fetch_seconds: float = 0.0
     ) -> None:
         """The prompt is computed: `message` is its first token, or a local prefill's first step."""
-        if self.forecast is None:
-            return
+        if self.forecast is None or self.work.pooling is Pooling.ENCODER:
+            return  # another model says nothing about this one's prompts
         self.prefilled = True
         self.compute_seconds = seconds = message.compute_seconds
         cached, pending, restored = message.cached_tokens, 0, 0

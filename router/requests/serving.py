@@ -26,10 +26,12 @@ from baton.core.errors import (
     TokenOutOfRange,
     Unavailable,
 )
+from baton.core.page_keys import PageNaming
 from baton.core.types import (
     AttemptKey,
     ChatPrompt,
     FinishReason,
+    Pooling,
     Prompt,
     Request,
     Sampling,
@@ -40,10 +42,12 @@ from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Demand, Trends
 from baton.router.placement.placer import Placer
+from baton.router.prompts.embedding_model import EmbeddingModel
 from baton.router.prompts.output_grammar import grammar_of
 from baton.router.prompts.text import Text, TokenizedPrompt
+from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.admission import Admission
-from baton.router.requests.answering import Answering, AnswerTask
+from baton.router.requests.answering import Answering, AnswerTask, gather_all
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.membership import Membership
@@ -63,8 +67,12 @@ class Serving:
         config: RouterConfig,
         metrics: RouterMetrics,
         responses: CachedResponses | None = None,
+        adapters: AdapterNames | None = None,
+        embedding_model: EmbeddingModel | None = None,
     ) -> None:
         self.text = text
+        self.adapters = adapters or AdapterNames()
+        self.embedding_model = embedding_model
         self._membership = membership
         self.placer = placer
         self._config = config
@@ -101,7 +109,8 @@ class Serving:
         first = place * request.n
         entries = ledger.answers[first : first + request.n]
         try:
-            reasons = await self._generate(request, entries, first, emit)
+            with self.adapters.running(request):
+                reasons = await self._generate(request, entries, first, emit)
             outcome = reasons[-1].name
         except Exception as error:
             outcome = error.reason if isinstance(error, BatonError) else Internal.reason
@@ -113,6 +122,13 @@ class Serving:
             self._metrics.requests.labels(outcome=outcome).inc()
             if any(entry.attempts for entry in entries):
                 self._metrics.prompt_tokens.inc(entries[0].prompt_tokens)
+
+    async def generate_all(
+        self, requests: Sequence[Request], ledger: RequestLedger, emit: Emit
+    ) -> None:
+        """The same for all requests of a call. The first error ends all."""
+        places = enumerate(requests)
+        await gather_all([self.generate(each, ledger, emit, place) for place, each in places])
 
     def _check_capacity(self, request: Request) -> None:
         if self.draining:
@@ -151,17 +167,21 @@ class Serving:
         """Returns each answer's finish reason."""
         # The context length is known once a worker is attached.
         await self.admission.wait_ready()
-        context = self._membership.context_length()
-        prompt = await self._in_thread(
-            self.text.prepare, request, context, self._membership.page_naming
-        )
+        text, context, naming = self._prompt_rules(request)
+        prompt = await self._in_thread(text.prepare, request, context, naming)
         for entry in entries:
             entry.prepare(prompt.template_seconds, prompt.tokenize_seconds, len(prompt.tokens))
-        self._check_tokens(request, prompt.tokens, context)
+        _check_tokens(request, prompt.tokens, context, text.vocabulary_size)
         grammar = await self._grammar(request, thinking=prompt.thinking)
         work = self._work(request, prompt, context, grammar)
         task = AnswerTask(request, work, first, entries, thinking=prompt.thinking)
         return await self._answering.run(task, emit)
+
+    def _prompt_rules(self, request: Request) -> tuple[Text, int, PageNaming | None]:
+        """How the request's prompt becomes tokens, fewer than how many, and their page keys."""
+        if request.pooling is Pooling.ENCODER and self.embedding_model:
+            return self.embedding_model.text, self.embedding_model.max_tokens + 1, None
+        return self.text, self._membership.context_length(), self._membership.page_naming
 
     async def clear_responses(self, tenant: str | None) -> int:
         """Deletes a tenant's cached responses, or all. Returns how many."""
@@ -176,7 +196,7 @@ class Serving:
         stops = request.stop_token_ids
         if grammar or not request.ignore_eos:
             stops |= self.text.eos_token_ids
-        return Work(
+        work = Work(
             # The caller's request_id need not be unique; the workers' key must be.
             key=AttemptKey(uuid.uuid4().hex, 1),
             prompt_tokens=prompt.tokens,
@@ -188,10 +208,13 @@ class Serving:
             grammar=grammar,
             prompt_logprobs=request.prompt_logprobs,
             prediction=prompt.prediction,
+            adapter=request.adapter,
             priority=request.priority,
-            # Cached pages are useless where every token of the prompt is scored.
-            page_keys=prompt.page_keys if request.prompt_logprobs is None else (),
+            pooling=request.pooling,
+            page_keys=prompt.page_keys,
         )
+        # Cached pages are useless where every row of the prompt is needed.
+        return dataclasses.replace(work, page_keys=()) if work.needs_all_rows else work
 
     async def _grammar(self, request: Request, *, thinking: bool) -> str:
         """The grammar that answers must follow; empty where there is none."""
@@ -208,27 +231,6 @@ class Serving:
             raise InvalidGrammar("the structure took too long to check", field="grammar") from None
         return answers.composed(grammars, request, special_id, thinking=thinking)
 
-    def _check_tokens(self, request: Request, tokens: list[int], context: int) -> None:
-        size = self.text.vocabulary_size
-        if not tokens:
-            raise InvalidRequest("the prompt is empty", field="prompt")
-        if len(tokens) >= context:
-            raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens; with room for an answer the context"
-                f" holds {context - 1}",
-                field="prompt",
-            )
-        if max(tokens) >= size:
-            raise TokenOutOfRange(
-                f"token id {max(tokens)} is outside the vocabulary of {size}", field="token_ids"
-            )
-        outside = [token for token, _ in request.sampling.logit_bias if token >= size]
-        if outside:
-            raise TokenOutOfRange(
-                f"logit_bias names token {outside[0]}, outside the vocabulary of {size}",
-                field="logit_bias",
-            )
-
     def _count(self, change: int) -> None:
         self.active += change
         if self.active:
@@ -244,3 +246,23 @@ def _without_end_words(sampling: Sampling, eos_token_ids: frozenset[int]) -> Sam
         return sampling
     kept = tuple(word for word in sampling.bad_words_ids if word not in ends)
     return dataclasses.replace(sampling, bad_words_ids=kept)
+
+
+def _check_tokens(request: Request, tokens: list[int], context: int, size: int) -> None:
+    if not tokens:
+        raise InvalidRequest("the prompt is empty", field="prompt")
+    if len(tokens) >= context:
+        room = "the model takes" if request.pooling else "with room for an answer the context holds"
+        raise PromptTooLong(
+            f"the prompt has {len(tokens)} tokens; {room} {context - 1}", field="prompt"
+        )
+    if max(tokens) >= size:
+        raise TokenOutOfRange(
+            f"token id {max(tokens)} is outside the vocabulary of {size}", field="token_ids"
+        )
+    outside = [token for token, _ in request.sampling.logit_bias if token >= size]
+    if outside:
+        raise TokenOutOfRange(
+            f"logit_bias names token {outside[0]}, outside the vocabulary of {size}",
+            field="logit_bias",
+        )

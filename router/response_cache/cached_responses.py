@@ -137,7 +137,7 @@ def response_key(request: Request, work: Work, model: bytes) -> ResponseKey | No
     """None where the next answers may differ, the model is unknown, or the caller wants none to be
     kept."""
     sampling = work.sampling
-    repeatable = sampling.greedy or request.seeded
+    repeatable = (sampling.greedy or request.seeded) and request.pooling is None
     if not repeatable or not model or request.caching is Caching.NEVER:
         return None
     chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
@@ -156,7 +156,7 @@ def response_key(request: Request, work: Work, model: bytes) -> ResponseKey | No
         work.prompt_logprobs,
         work.grammar,
     )
-    tenant = tenant_digest(request.tenant)
+    tenant, model = tenant_digest(request.tenant), model + work.adapter_digest
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"baton-response")
     for part in (tenant, model, repr(decisive).encode(), array("I", work.prompt_tokens).tobytes()):
         digest.update(len(part).to_bytes(8, "little"))

@@ -20,8 +20,9 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.tls import Identity
-from baton.core.types import Role
-from baton.core.wire import is_role, role_from
+from baton.core.types import Adapter, Role
+from baton.core.wire import adapter_from, adapter_to, is_role, role_from
+from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.serving import Serving
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
@@ -45,8 +46,8 @@ class ControllerClient:
     address: str  # empty where the router follows no controller
     identity: Identity | None
 
-    async def follow(self, membership: Membership) -> None:
-        """Follows the controller's membership until cancelled.
+    async def follow(self, membership: Membership, adapters: AdapterNames) -> None:
+        """Follows the controller's membership, and its names of adapters, until cancelled.
 
         While the controller cannot be reached the membership stays as it is: serving does not
         depend on it.
@@ -61,6 +62,8 @@ class ControllerClient:
                         membership.set_addresses(member.address for member in members.workers)
                         membership.note_ended(members.ended_agents)
                         membership.note_verdicts(members.verdicts)
+                        for named in members.adapters:
+                            adapters.name(named.name, adapter_of(named))
                 except grpc.aio.AioRpcError as error:
                     if logged != error.details():
                         logged = error.details()
@@ -115,6 +118,26 @@ class ControllerClient:
         return pb.SwitchRoleResponse(
             drain_seconds=switched.drain_seconds, switch_seconds=switched.switch_seconds
         )
+
+    async def add_adapter(self, serving: Serving, name: str, folder: str) -> Adapter:
+        """Serves an adapter in all routers, once every worker has loaded it."""
+        adapter = await serving.adapters.read(name, folder)
+        await serving.dispatcher.try_adapter(adapter)
+        await self._name_adapter(name, adapter)
+        serving.adapters.name(name, adapter)
+        return adapter
+
+    async def remove_adapter(self, serving: Serving, name: str) -> None:
+        """Ends a name in all routers; waits for this one's requests under it."""
+        adapter = serving.adapters.known(name)
+        await self._name_adapter(name, None)
+        serving.adapters.name(name, None)
+        await serving.adapters.wait_idle(name, adapter)
+
+    async def _name_adapter(self, name: str, adapter: Adapter | None) -> None:
+        if self.address:
+            named = pb.NamedAdapter(name=name, adapter=adapter_to(adapter) if adapter else None)
+            await self._call(lambda control: control.NameAdapter, named)
 
     async def _call(
         self,
@@ -171,6 +194,13 @@ def _check_switch(membership: Membership, link: WorkerLink, role: Role) -> None:
             f"{link.worker_id} is the last {link.role.value} worker that can be used; without it"
             " no request could be served"
         )
+
+
+NO_CONTROLLER = ControllerClient("", None)
+
+
+def adapter_of(named: pb.NamedAdapter) -> Adapter | None:
+    return adapter_from(named.adapter) if named.HasField("adapter") else None
 
 
 def _report(router_id: str, serving: Serving, membership: Membership) -> pb.RouterReport:

@@ -111,6 +111,10 @@ class WorkerLink:
         """The name it was last known by; its address before that."""
         return self._name or self.address
 
+    def has_adapter(self, digest: bytes) -> bool:
+        """Whether the worker has loaded it, or will for requests that it has."""
+        return digest in self.assigned.adapters or digest in self.load.adapters
+
     @property
     def agent(self) -> str:
         """The worker's transport agent, a new one after every start of its process."""

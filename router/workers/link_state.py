@@ -3,7 +3,7 @@ lost, how busy it is, whom it reaches, and which requests it has. No I/O."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from baton.core.errors import LayoutMismatch
@@ -210,6 +210,12 @@ class AssignedRequests:
         self.suspects = 0  # requests that lost a worker before
         self.prompt_tokens = 0
         self.cached_tokens = 0  # of them, those that the worker had cached
+        self.adapters: Counter[bytes] = Counter()  # requests by their adapters' digests
+
+    def count_adapter(self, digest: bytes, change: int) -> None:
+        self.adapters[digest] += change
+        if not self.adapters[digest]:
+            del self.adapters[digest]
 
     def count_unanswered(self, change: int) -> None:
         self._unanswered += change

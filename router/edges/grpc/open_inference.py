@@ -60,7 +60,7 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         self._check(message.name, message.version)
         tensor = oip.ModelMetadataResponse.TensorMetadata
         return oip.ModelMetadataResponse(
-            name=self._context.model,
+            name=message.name or self._context.model,
             versions=[VERSION],
             platform=NAME,
             inputs=[tensor(name=name, datatype=kind, shape=[1]) for name, kind in INPUTS.items()],
@@ -106,7 +106,7 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
                 requests.create_task(run(message))
 
     def _check(self, name: str, version: str) -> None:
-        self._context.check_model(name)
+        self._context.find_adapter(name)
         if version not in ("", VERSION):
             raise UnknownModel(f"there is no version {version!r} of the model", field="version")
 
@@ -118,8 +118,9 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         call = InferCall.parse(message)
         if call.stream and not streams:
             raise InvalidRequest("a stream needs ModelStreamInfer", field="stream")
-        caller, request, ledger = prepare(self._context, call.message, context, arrived)
-        renderer = ResponseRenderer(call, self._context.model, message.id, request.n)
+        call.message.model = message.model_name
+        caller, (request,), ledger = prepare(self._context, call.message, context, arrived)
+        renderer = ResponseRenderer(call, request.model, message.id, request.n)
         serving = self._context.serving
         with caller.admit(request.n), serving.ledgers.keep(ledger):
             generate = functools.partial(serving.generate, request, ledger)

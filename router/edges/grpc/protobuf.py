@@ -1,4 +1,4 @@
-"""Parses GenerateRequest into a Request, and builds GenerateResponse from events."""
+"""Parses messages into requests, and builds GenerateResponse from events."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from baton.core.types import (
     ChatPrompt,
     Message,
+    Pooling,
     Prompt,
     Request,
+    Sampling,
     Structure,
     Tool,
     ToolCall,
@@ -26,6 +28,7 @@ from baton.router.answers.answer_events import (
     TokenScore,
 )
 from baton.router.answers.answer_format import with_tools
+from baton.router.edges.embedding import MAX_INPUTS
 from baton.v1 import inference_pb2 as pb
 
 
@@ -33,8 +36,7 @@ def parse_request(
     message: pb.GenerateRequest, defaults: GenerationDefaults = NO_DEFAULTS
 ) -> Request:
     """What the message leaves unset is as in `defaults`."""
-    _check_size("request_id", message.request_id, bounds.MAX_REQUEST_ID, "characters")
-    _check_size("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT, "characters")
+    _check_caller_fields(message)
     _check_size("prediction", message.prediction, bounds.MAX_PREDICTION, "characters")
     if message.HasField("max_tokens") and message.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
@@ -43,9 +45,6 @@ def parse_request(
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(message, name) > bounds.MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"{name} must be at most {bounds.MAX_TOP_LOGPROBS}", field=name)
-    if abs(message.priority) > bounds.MAX_PRIORITY:
-        limits = f"{-bounds.MAX_PRIORITY} to {bounds.MAX_PRIORITY}"
-        raise InvalidRequest(f"priority must be {limits}, not {message.priority}", field="priority")
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=parse_prompt(message),
@@ -74,6 +73,47 @@ def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
             _check_size("token_ids", message.token_ids.ids, bounds.MAX_PROMPT_TOKENS)
             return tuple(message.token_ids.ids)
     raise InvalidRequest("a prompt is missing: set text, chat or token_ids", field="prompt")
+
+
+def parse_embed(message: pb.EmbedRequest) -> list[Request]:
+    """One request for each input."""
+    _check_caller_fields(message)
+    _check_size("inputs", message.inputs, MAX_INPUTS)
+    if not message.inputs:
+        raise InvalidRequest("inputs must not be empty", field="inputs")
+    if message.pooling not in pb.Pooling.values():
+        raise InvalidRequest(f"there is no pooling {message.pooling}", field="pooling")
+    request_id = message.request_id or uuid.uuid4().hex
+    return [
+        Request(
+            request_id,
+            _parse_input(each),
+            Sampling(),
+            max_tokens=0,
+            pooling=Pooling(message.pooling or pb.POOLING_ENCODER),
+            cache_salt=message.cache_salt,
+            priority=message.priority,
+        )
+        for each in message.inputs
+    ]
+
+
+def _parse_input(item: pb.EmbedInput) -> Prompt:
+    match item.WhichOneof("input"):
+        case "text":
+            return item.text
+        case "token_ids":
+            _check_size("token_ids", item.token_ids.ids, bounds.MAX_PROMPT_TOKENS)
+            return tuple(item.token_ids.ids)
+    raise InvalidRequest("an input is empty: set text or token_ids", field="inputs")
+
+
+def _check_caller_fields(message: pb.GenerateRequest | pb.EmbedRequest) -> None:
+    _check_size("request_id", message.request_id, bounds.MAX_REQUEST_ID, "characters")
+    _check_size("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT, "characters")
+    if abs(message.priority) > bounds.MAX_PRIORITY:
+        limits = f"{-bounds.MAX_PRIORITY} to {bounds.MAX_PRIORITY}"
+        raise InvalidRequest(f"priority must be {limits}, not {message.priority}", field="priority")
 
 
 def _check_size(name: str, value: Sized, most: int, unit: str = "entries") -> None:

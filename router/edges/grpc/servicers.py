@@ -23,11 +23,11 @@ from baton.core.types import MAX_MESSAGE_BYTES, Caching, Request
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.grpc.protobuf import parse_prompt, parse_request, response
+from baton.router.edges.embedding import EmbeddedInputs
+from baton.router.edges.grpc.protobuf import parse_embed, parse_prompt, parse_request, response
 from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import CACHE_HEADER, RequestLedger
 from baton.router.observe.overview import RouterOverview
-from baton.router.workers.controller_client import ControllerClient
 from baton.rpc import Context, abort, to_status, unary
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_pb2, worker_pb2
 from baton.v1 import inference_pb2 as pb
@@ -57,29 +57,37 @@ def _caller(keys: KeyRing, context: Context) -> Caller:
 
 
 def prepare(
-    edge: EdgeContext, message: pb.GenerateRequest, context: Context, arrived: float
-) -> tuple[Caller, Request, RequestLedger]:
-    """Who calls, and the request with what the call adds to its message."""
-    edge.check_model(message.model)
+    edge: EdgeContext,
+    message: pb.GenerateRequest | pb.EmbedRequest,
+    context: Context,
+    arrived: float,
+) -> tuple[Caller, list[Request], RequestLedger]:
+    """Who calls, and the requests with what the call adds to its message."""
     caller = _caller(edge.keys, context)
-    request = parse_request(message, edge.defaults)
+    if isinstance(message, pb.EmbedRequest):
+        requests = parse_embed(message)
+    else:
+        requests = [parse_request(message, edge.defaults)]
     left = context.time_remaining()
-    request = dataclasses.replace(
-        request,
-        cache_salt=caller.salt(request.cache_salt),
-        tenant=caller.key.name,
-        priority=caller.priority(request.priority),
-        caching=Caching.parse(_metadata(context, "cache-control")),
-        deadline=math.inf if left is None else arrived + left,
-    )
+    requests = [
+        dataclasses.replace(
+            edge.addressed(request, message.model),
+            cache_salt=caller.salt(request.cache_salt),
+            tenant=caller.key.name,
+            priority=caller.priority(request.priority),
+            caching=Caching.parse(_metadata(context, "cache-control")),
+            deadline=math.inf if left is None else arrived + left,
+        )
+        for request in requests
+    ]
     ledger = RequestLedger(
-        request.request_id,
+        requests[0].request_id,
         arrived,
-        request.n,
+        sum(request.n for request in requests),
         owner=caller.key.name,
         traceparent=_metadata(context, "traceparent"),
     )
-    return caller, request, ledger
+    return caller, requests, ledger
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -92,7 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         arrived = time.monotonic()
         try:
-            caller, request, ledger = prepare(self._context, message, context, arrived)
+            caller, (request,), ledger = prepare(self._context, message, context, arrived)
             with caller.admit(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)
                 ledger.end()
@@ -107,42 +115,64 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with buffered(generate, self._context.reader_buffer) as buffer:
             async for event in buffer:
                 began = time.monotonic()
-                await context.write(response(event, self._context.model))
+                await context.write(response(event, request.model))
                 if not isinstance(event, pb.Started):
                     ledger.answers[event.index].write(began)
 
     @unary
-    async def ListModels(self, message: pb.ListModelsRequest) -> pb.ListModelsResponse:
-        text = self._serving.text
-        model = pb.Model(
-            name=self._context.model,
-            context_length=self._context.membership.context_length(),
-            vocabulary_size=text.vocabulary_size,
-            has_chat_template=text.has_chat_template,
+    async def Embed(self, message: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        arrived = time.monotonic()
+        caller, requests, ledger = prepare(self._context, message, context, arrived)
+        dimensions = message.dimensions if message.HasField("dimensions") else None
+        embedded = EmbeddedInputs(len(requests), dimensions, normalized=not message.unnormalized)
+        with caller.admit(len(requests)), self._serving.ledgers.keep(ledger):
+            await self._serving.generate_all(requests, ledger, embedded.collect)
+        return pb.EmbedResponse(
+            embeddings=[pb.Embedding(values=vector) for vector in embedded.vectors()],
+            model=requests[0].model,
+            prompt_tokens=embedded.prompt_tokens,
         )
-        return pb.ListModelsResponse(models=[model])
+
+    @unary
+    async def ListModels(self, message: pb.ListModelsRequest) -> pb.ListModelsResponse:
+        text, base = self._serving.text, self._context.model
+        models = [
+            pb.Model(
+                name=name,
+                context_length=self._context.membership.context_length(),
+                vocabulary_size=text.vocabulary_size,
+                has_chat_template=text.has_chat_template,
+                parent="" if name == base else base,
+            )
+            for name in (base, *self._serving.adapters.served)
+        ]
+        if embedding := self._serving.embedding_model:
+            size = embedding.text.vocabulary_size
+            encoder = pb.Model(
+                name=embedding.name, context_length=embedding.max_tokens, vocabulary_size=size
+            )
+            models.append(encoder)
+        return pb.ListModelsResponse(models=models)
 
     @unary
     async def Tokenize(self, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        self._context.check_model(message.model)
+        self._context.find_adapter(message.model)
         tokens, rendered = await self._serving.tokenize(parse_prompt(message))
         return pb.TokenizeResponse(token_ids=tokens, rendered=rendered)
 
     @unary
     async def Detokenize(self, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        self._context.check_model(message.model)
+        self._context.find_adapter(message.model)
         text = await self._serving.decode(message.token_ids, message.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
 
 class AdminService(cluster_pb2_grpc.AdminServicer):
-    def __init__(
-        self, context: EdgeContext, overview: RouterOverview, controller: ControllerClient
-    ) -> None:
+    def __init__(self, context: EdgeContext, overview: RouterOverview) -> None:
         self._overview = overview
         self._serving = context.serving
         self._membership = context.membership
-        self._controller = controller
+        self._controller = context.controller
         self._keys = context.keys
 
     @unary
@@ -202,6 +232,21 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         tenant = message.tenant if message.HasField("tenant") else None
         deleted = await self._serving.clear_responses(tenant)
         return cluster_pb2.ClearResponsesResponse(responses=deleted)
+
+    @unary
+    async def AddAdapter(
+        self, message: cluster_pb2.AddAdapterRequest
+    ) -> cluster_pb2.AddAdapterResponse:
+        add = self._controller.add_adapter
+        adapter = await add(self._serving, message.name, message.folder)
+        return cluster_pb2.AddAdapterResponse(digest=adapter.digest)
+
+    @unary
+    async def RemoveAdapter(
+        self, message: cluster_pb2.RemoveAdapterRequest
+    ) -> cluster_pb2.RemoveAdapterResponse:
+        await self._controller.remove_adapter(self._serving, message.name)
+        return cluster_pb2.RemoveAdapterResponse()
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):

@@ -14,13 +14,13 @@ from baton.core.types import Request
 from baton.router.answers.answer_events import AnswerEvent
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.answer_types import ResponseCacheUsage
-from baton.router.edges.http.generation_request import GenerationRequest
+from baton.router.edges.http.generation_request import PromptRequest
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import timing_pb2
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
-Body = TypeVar("Body", bound=GenerationRequest)
+Body = TypeVar("Body", bound=PromptRequest)
 
 
 class AnswerRenderer(Generic[Body]):

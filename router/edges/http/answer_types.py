@@ -174,11 +174,22 @@ class ModelObject(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    parent: NotRequired[str]
 
 
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[ModelObject]
+
+
+class LoadedAdapter(TypedDict):
+    lora_name: str
+    digest: str
+
+
+class RemovedAdapter(TypedDict):
+    lora_name: str
+    removed: bool
 
 
 class TokenizeAnswer(TypedDict):

@@ -82,20 +82,20 @@ class ChoicesRequest(StructureFields, GenerationRequest):
 
 
 _TokenPrompt = Annotated[tuple[int, ...], token_ids(bounds.MAX_PROMPT_TOKENS)]
-_OnePrompt = Annotated[
+OnePrompt = Annotated[
     Annotated[PromptText, Tag("<text>")] | Annotated[_TokenPrompt, Tag("<tokens>")],
     Discriminator(lambda value: "<tokens>" if isinstance(value, list) else "<text>"),
 ]
 _SomeText = Annotated[str, Field(min_length=1)]
 _SomeTokens = Annotated[list[TokenId], Field(min_length=1)]
-_PromptInput = (
+PromptInput = (
     _SomeText
     | _SomeTokens
     | Annotated[list[_SomeText | _SomeTokens], Field(min_length=1, max_length=MAX_CHOICES)]
 )
 
 
-def _as_prompts(value: object) -> object:
+def as_prompts(value: object) -> object:
     if not isinstance(value, str | list):
         raise invalid(
             f"must be a string, a list of token ids, or a list of either, not {shown(value)}"
@@ -106,9 +106,9 @@ def _as_prompts(value: object) -> object:
 
 class CompletionRequest(ChoicesRequest):
     prompt: Annotated[
-        list[_OnePrompt],
+        list[OnePrompt],
         Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
-        BeforeValidator(_as_prompts, json_schema_input_type=_PromptInput),
+        BeforeValidator(as_prompts, json_schema_input_type=PromptInput),
     ]
     max_tokens: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = about(
         "The most tokens of one answer; 0, with echo or prompt_logprobs, scores the prompt."

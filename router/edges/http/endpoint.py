@@ -45,7 +45,6 @@ from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import CACHE_HEADER, RequestLedger
-from baton.router.requests.answering import gather_all
 from baton.v1 import inference_pb2 as pb
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -83,10 +82,13 @@ async def arriving(seconds: float) -> AsyncIterator[None]:
 
 
 async def parse_body(
-    http: HttpRequest, context: EdgeContext, parse: Callable[[Json], Result]
+    http: HttpRequest,
+    context: EdgeContext,
+    parse: Callable[[Json], Result],
+    check_model: Callable[[str], object] | None = None,
 ) -> Result:
-    """Applies `parse` to a body for this router's model. A long body is decoded in a thread, so
-    that other calls run."""
+    """Applies `parse` to a body, for the served model unless `check_model` allows others. A long
+    body is decoded in a thread, so that other calls run."""
     # A web page could send any other type here without its browser asking first.
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -102,7 +104,7 @@ async def parse_body(
 
     def decode() -> Result:
         body = _decode(content)
-        context.check_model(_model_of(body))
+        (check_model or context.find_adapter)(_model_of(body))
         return parse(body)
 
     return await asyncio.to_thread(decode) if len(content) > SHORT_BYTES else decode()
@@ -221,7 +223,10 @@ class GenerationEndpoint(Generic[Body]):
         try:
             caller: Caller = http.user
             body, requests = await parse_body(
-                http, self._context, lambda body: self._parse(body, request_id, caller)
+                http,
+                self._context,
+                lambda body: self._parse(body, request_id, caller),
+                self._context.check_model,
             )
             caching = Caching.parse(http.headers.get("cache-control", ""))
             tenant, priority = caller.key.name, caller.priority(requests[0].priority)
@@ -252,12 +257,13 @@ class GenerationEndpoint(Generic[Body]):
         self, content: Json, request_id: str, caller: Caller
     ) -> tuple[Body, tuple[Request, ...]]:
         body = self._renderer.body_model.parse(content)
-        return body, body.requests(request_id, caller.salt, self._context.defaults)
+        requests = body.requests(request_id, caller.salt, self._context.defaults)
+        return body, tuple(self._context.addressed(each, body.model) for each in requests)
 
     def _render(
         self, body: Body, requests: Sequence[Request], caller: Caller, echoes: Sequence[str]
     ) -> AnswerRenderer[Body]:
-        return self._renderer(body, requests, self._context.model, echoes)
+        return self._renderer(body, requests, requests[0].model, echoes)
 
     async def _echoes(self, body: Body) -> list[str]:
         """The texts of the prompts, where they are echoed."""
@@ -299,9 +305,7 @@ class _Call:
 
     async def _generate(self, emit: Emit) -> None:
         """All answers to all prompts."""
-        generate = self.context.serving.generate
-        places = enumerate(self.requests)
-        await gather_all([generate(each, self.ledger, emit, place) for place, each in places])
+        await self.context.serving.generate_all(self.requests, self.ledger, emit)
 
     async def _stream(self, events: ClientBuffer) -> bytes:
         """Sends all but the last bytes of a stream, and returns these."""

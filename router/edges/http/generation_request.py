@@ -68,10 +68,46 @@ ServiceTier = Literal["auto", "default", "standard_only", "scale", "priority", "
 _SAMPLING_FIELDS = {each.name for each in dataclasses.fields(Sampling)}
 
 
-class GenerationRequest(RequestModel):
-    """The fields that all APIs take."""
+class PromptRequest(RequestModel):
+    """The fields of all APIs whose prompts workers compute."""
 
     model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
+    cache_salt: Annotated[str, Field(max_length=bounds.MAX_CACHE_SALT)] = about(
+        "Cached pages are shared only among requests of one salt.", ""
+    )
+    priority: int | None = about(
+        "The lower, the earlier it is admitted. Absent: as the service tier, or 0.",
+        ge=-bounds.MAX_PRIORITY,
+        le=bounds.MAX_PRIORITY,
+    )
+    service_tier: ServiceTier = about(
+        "A name for a priority: priority is -100, flex 100, batch 1000, any other 0.", "auto"
+    )
+    truncate_prompt_tokens: int | None = about(
+        "Keep the prompt's last tokens only; -1: as many as leave room for the answer.",
+        ge=-1,
+        le=2**32 - 1,
+    )
+    stream: bool = about("Send the answer as server-sent events.", False)
+
+    def requests(
+        self,
+        request_id: str,
+        salt: Callable[[str], str],
+        defaults: GenerationDefaults = NO_DEFAULTS,
+    ) -> tuple[Request, ...]:
+        """One for each prompt; they differ in prompt and seed only."""
+        raise NotImplementedError
+
+    def _priority(self) -> int:
+        if self.priority is not None:
+            return self.priority
+        return bounds.TIER_PRIORITIES.get(self.service_tier, 0)
+
+
+class GenerationRequest(PromptRequest):
+    """The fields of all APIs that generate."""
+
     temperature: float = _sampling("temperature", API_TEMPERATURE, "0 takes the likeliest token.")
     top_p: float = _sampling(
         "top_p", 1.0, "Keep the smallest set of this probability; 0: one token."
@@ -102,40 +138,13 @@ class GenerationRequest(RequestModel):
         "Tokens that end the answer.", ()
     )
     ignore_eos: bool = about("Continue past the model's end tokens.", False)
-    cache_salt: Annotated[str, Field(max_length=bounds.MAX_CACHE_SALT)] = about(
-        "Cached pages are shared only among requests of one salt.", ""
-    )
-    priority: int | None = about(
-        "The lower, the earlier it is admitted. Absent: as the service tier, or 0.",
-        ge=-bounds.MAX_PRIORITY,
-        le=bounds.MAX_PRIORITY,
-    )
-    service_tier: ServiceTier = about(
-        "A name for a priority: priority is -100, flex 100, batch 1000, any other 0.", "auto"
-    )
     skip_special_tokens: bool = about("Leave special tokens out of the answer's text.", True)
-    truncate_prompt_tokens: int | None = about(
-        "Keep the prompt's last tokens only; -1: as many as leave room for the answer.",
-        ge=-1,
-        le=2**32 - 1,
-    )
-    stream: bool = about("Send the answer as server-sent events.", False)
-
     unserved: ClassVar[dict[str, Unserved]] = {
         "bad_words": Unserved("words as text; send their token ids as bad_words_ids", ([],)),
         "allowed_token_ids": Unserved("biases", ([],)),
         "use_beam_search": Unserved("beam search", (False,)),
         "include_stop_str_in_output": Unserved("answers with their stop string", (False,)),
     }
-
-    def requests(
-        self,
-        request_id: str,
-        salt: Callable[[str], str],
-        defaults: GenerationDefaults = NO_DEFAULTS,
-    ) -> tuple[Request, ...]:
-        """One for each prompt; they differ in prompt and seed only."""
-        raise NotImplementedError
 
     def _request(
         self,
@@ -166,11 +175,6 @@ class GenerationRequest(RequestModel):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             **fields,
         )
-
-    def _priority(self) -> int:
-        if self.priority is not None:
-            return self.priority
-        return bounds.TIER_PRIORITIES.get(self.service_tier, 0)
 
     def _sampling(self, defaults: GenerationDefaults) -> Sampling:
         given: dict[str, Any] = {

@@ -22,21 +22,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton import __version__
 from baton.core.batch_lines import BATCH_ENDPOINTS
 from baton.core.errors import (
-    NotServed,
     PermissionDenied,
     Unauthenticated,
     Unavailable,
-    UnknownModel,
 )
 from baton.core.proto_json import Json, to_json
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
+from baton.router.edges.http.adapter_endpoints import (
+    LOAD_ADAPTER,
+    UNLOAD_ADAPTER,
+    adapter_routes,
+)
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import TargetGroup
 from baton.router.edges.http.batches.batch_endpoints import BatchEndpoints
 from baton.router.edges.http.batches.batch_store import BatchStore
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
 from baton.router.edges.http.choice_renderer import ChatRenderer, CompletionRenderer
+from baton.router.edges.http.embeddings import EmbeddingsRenderer
 from baton.router.edges.http.endpoint import (
     Endpoint,
     GenerationEndpoint,
@@ -58,11 +62,8 @@ from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
 OPEN_PATHS = ("/health", "/ready")
 """Need no API key, like the page, which asks for one where the router does."""
 
-EMBEDDINGS = "/v1/embeddings"
-"""Refused by name."""
-
 TARGETS = "/metrics/targets"
-_ADMIN_PATHS = ("/v1/requests", TARGETS)
+_ADMIN_PATHS = ("/v1/requests", TARGETS, LOAD_ADAPTER, UNLOAD_ADAPTER)
 _PAGE_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -130,7 +131,7 @@ class HttpApp:
         routes = self._routes()
         self.batched = {each.path: each.app for each in routes if each.path in BATCH_ENDPOINTS}
         paths = [each.path.replace(":path", "") for each in routes if each.path.startswith("/v1/")]
-        self._served = ", ".join(path for path in paths if path != EMBEDDINGS)
+        self._served = ", ".join(paths)
         page = _page_routes()
         open_paths = [*OPEN_PATHS, *(route.path for route in page)]
         if open_metrics:
@@ -150,9 +151,11 @@ class HttpApp:
         chat = GenerationEndpoint(ChatRenderer, self._context)
         completions = GenerationEndpoint(CompletionRenderer, self._context)
         messages = GenerationEndpoint(MessagesRenderer, self._context)
+        embeddings = GenerationEndpoint(EmbeddingsRenderer, self._context)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route(MESSAGES_PATH, messages, methods=["POST"]),
             Route(
                 f"{MESSAGES_PATH}/count_tokens",
@@ -161,9 +164,9 @@ class HttpApp:
             ),
             *responses_routes(self._context),
             *self._batches.routes(),
-            Route(EMBEDDINGS, answered(_embeddings), methods=["POST"]),
             Route("/v1/models", _plain(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
+            *adapter_routes(self._context),
             Route("/v1/cluster", _plain(lambda: to_json(self._overview.public_status()))),
             Route("/v1/diagnosis", _plain(lambda: to_json(self._overview.diagnosis()))),
             Route("/v1/trends", _plain(lambda: to_json(self._overview.trends()))),
@@ -187,22 +190,26 @@ class HttpApp:
         )
 
     def _models(self) -> Json:
-        return {"object": "list", "data": [self._model_object()]}
+        models = [self._model_object(name) for name in self._context.model_names]
+        return {"object": "list", "data": models}
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        if name != self._context.model:
-            raise UnknownModel(f"there is no model {name!r} here", field="model")
-        return json_response(self._model_object())
+        self._context.check_model(name)
+        return json_response(self._model_object(name))
 
-    def _model_object(self) -> Json:
-        return {
-            "id": self._context.model,
+    def _model_object(self, name: str) -> Json:
+        base, embedding = self._context.model, self._context.serving.embedding_model
+        embeds = embedding is not None and name == embedding.name
+        context = self._context.membership.context_length()
+        model: Json = {
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
-            "max_model_len": self._context.membership.context_length(),
+            "max_model_len": embedding.max_tokens if embedding and embeds else context,
         }
+        return model if embeds or name == base else {**model, "parent": base}
 
     async def _recent(self, http: HttpRequest) -> Response:
         found = self._overview.recent(
@@ -278,10 +285,6 @@ def _plain(get: Callable[[], Json]) -> Endpoint:
         return json_response(get())
 
     return answered(endpoint)
-
-
-async def _embeddings(http: HttpRequest) -> Response:
-    raise NotServed("embeddings are not served here; this cluster generates text")
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:

@@ -9,6 +9,12 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 from baton import __version__
 from baton.core.proto_json import Json, json_schema
+from baton.router.edges.http.adapter_endpoints import (
+    LOAD_ADAPTER,
+    UNLOAD_ADAPTER,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from baton.router.edges.http.answer_types import (
     ChatAnswer,
     ChatChunk,
@@ -16,8 +22,10 @@ from baton.router.edges.http.answer_types import (
     DetokenizeAnswer,
     ErrorBody,
     HealthStatus,
+    LoadedAdapter,
     MessagesErrorBody,
     ModelList,
+    RemovedAdapter,
     TargetGroup,
     TokenizeAnswer,
     TokenizerInfo,
@@ -38,6 +46,7 @@ from baton.router.edges.http.chat_request import (
     TokenizeRequest,
 )
 from baton.router.edges.http.completion_request import CompletionRequest
+from baton.router.edges.http.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from baton.router.edges.http.http_errors import OVERLOADED_STATUS
 from baton.router.edges.http.messages.messages_renderer import (
     CountTokensAnswer,
@@ -73,13 +82,15 @@ _STATUSES = {
 
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest),
-    *(ResponsesRequest, TokenizeRequest, DetokenizeRequest, BatchRequest),
+    *(ResponsesRequest, TokenizeRequest, DetokenizeRequest, BatchRequest, EmbeddingsRequest),
+    *(LoadAdapterRequest, UnloadAdapterRequest),
 )
 _ANSWERS = (
     *(ChatAnswer, ChatChunk, CompletionAnswer, ModelList, TokenizeAnswer, DetokenizeAnswer),
     *(TokenizerInfo, TargetGroup, HealthStatus, Version, ErrorBody, MessagesErrorBody),
-    *(MessageAnswer, MessageEvent, CountTokensAnswer),
+    *(MessageAnswer, MessageEvent, CountTokensAnswer, EmbeddingsAnswer),
     *(ResponseAnswer, ResponseEvent, DeletedResponse, FileList, DeletedFile, BatchList),
+    *(LoadedAdapter, RemovedAdapter),
 )
 # Rendered by core/proto_json.py.
 _MESSAGES = (
@@ -113,9 +124,11 @@ def _paths() -> Json:
             {"post": _get("ResponseAnswer", "400", "404")["get"]}, "response_id"
         ),
         **_batch_paths(),
-        "/v1/embeddings": {"post": {"responses": _errors("400")}},
+        "/v1/embeddings": _post("EmbeddingsRequest", "EmbeddingsAnswer"),
         "/v1/models": _get("ModelList"),
         "/v1/models/{name}": _named(_get("ModelObject", "404"), "name"),
+        LOAD_ADAPTER: _post("LoadAdapterRequest", "LoadedAdapter"),
+        UNLOAD_ADAPTER: _post("UnloadAdapterRequest", "RemovedAdapter"),
         "/v1/cluster": _get("StatusResponse"),
         "/v1/diagnosis": _get("Diagnosis"),
         "/v1/trends": _get("TrendsResponse"),

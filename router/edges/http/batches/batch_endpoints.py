@@ -57,9 +57,9 @@ def _window(value: str) -> str:
 
 class BatchRequest(RequestModel):
     input_file_id: ShortText = about("A file that was uploaded for batches.", ...)
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = about(
-        "The url of all its lines.", ...
-    )
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
+    ] = about("The url of all its lines.", ...)
     completion_window: Annotated[str, AfterValidator(_window)] = about(
         'When it ends at the latest: a number and s, m, h or d, such as "24h".', ...
     )

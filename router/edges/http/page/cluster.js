@@ -72,10 +72,11 @@ function card(worker) {
 }
 
 /** What is true of this worker. A router of an older version may not tell all of it. */
-function facts({ load, member, prompt_tokens: prompt, cached_tokens: cached, quantization, adapters }) {
+function facts({ load, member, prompt_tokens: prompt, cached_tokens: cached, quantization, kv_dtype, adapters }) {
   return [
     member.role,
     quantization,
+    kv_dtype && `${kv_dtype} pages`,
     load.guessed_tokens && `speculation: ${share(load.accepted_tokens / load.guessed_tokens)} of ${count(load.guessed_tokens)} guesses right`,
     ...(adapters ?? []).map((adapter) => `adapter ${adapter.name ?? adapter}`),
     prompt && `${share(cached / prompt)} of prompts cached`,

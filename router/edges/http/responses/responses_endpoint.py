@@ -43,7 +43,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         caller: Caller,
         echoes: Sequence[str],
     ) -> ResponsesRenderer:
-        renderer = ResponsesRenderer(body, requests, self._context.model, echoes)
+        renderer = ResponsesRenderer(body, requests, requests[0].model, echoes)
         if body.store:
             renderer.keep_in(self._store, caller.key.name)
         return renderer

@@ -1,0 +1,42 @@
+"""Adapters are added and removed while the cluster runs, by admins: bodies as vLLM's."""
+
+from __future__ import annotations
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from baton.router.edges.edge_context import EdgeContext
+from baton.router.edges.http.endpoint import answered, json_response, parse_body
+from baton.router.edges.http.generation_request import ShortText
+from baton.router.edges.http.request_model import RequestModel, about
+
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class LoadAdapterRequest(RequestModel):
+    lora_name: ShortText = about("What requests give as their model.", ...)
+    lora_path: ShortText = about("A folder of PEFT, below one that the configuration allows.", ...)
+
+
+class UnloadAdapterRequest(RequestModel):
+    lora_name: ShortText = about("The adapter's name.", ...)
+
+
+def adapter_routes(context: EdgeContext) -> list[Route]:
+    controller, serving = context.controller, context.serving
+
+    async def load(http: HttpRequest) -> Response:
+        body = await parse_body(http, context, LoadAdapterRequest.parse)
+        adapter = await controller.add_adapter(serving, body.lora_name, body.lora_path)
+        return json_response({"lora_name": body.lora_name, "digest": adapter.digest.hex()})
+
+    async def unload(http: HttpRequest) -> Response:
+        body = await parse_body(http, context, UnloadAdapterRequest.parse)
+        await controller.remove_adapter(serving, body.lora_name)
+        return json_response({"lora_name": body.lora_name, "removed": True})
+
+    return [
+        Route(LOAD_ADAPTER, answered(load), methods=["POST"]),
+        Route(UNLOAD_ADAPTER, answered(unload), methods=["POST"]),
+    ]
