@@ -15,7 +15,6 @@ from bench import instant_worker
 
 # No schema can say which regular expressions, grammars and JSON Schemas are sound, which token ids
 # the model knows, what goes together, such as stream_options and stream, and what is a time.
-# Embeddings are there to say that they are not served.
 EXCLUDED = {
     path: [positive_data_acceptance]
     for path in (

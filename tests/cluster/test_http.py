@@ -211,11 +211,6 @@ def test_a_bad_request_raises_the_sdks_own_error(
     assert caught.value.request_id
 
 
-def test_embeddings_are_not_served(sdk: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="embeddings are not served"):
-        sdk.embeddings.create(model=MODEL, input="x")
-
-
 def test_tokenize_and_detokenize_are_inverse(http: httpx.Client, idle: ProcessCluster) -> None:
     with idle.client() as client:
         expected = client.tokenize([("user", "What is the capital of France?")])

@@ -1,9 +1,12 @@
-"""Capabilities together: a seed draws a family, its weights and their quantization, sizes of pages
-and chunks, ranks, a second tier, speculation, and what happens to a worker while requests run.
+"""Capabilities together: a seed draws a family, its weights and their quantization, that of pages,
+sizes of pages and chunks, ranks, a second tier, speculation, an adapter, and what happens to a
+worker while requests run.
 
 Greedy answers are those of transformers, or of one engine with the same quantization; drawn ones
 are the same when nothing happens. What is refused together (docs/MODELS.md) is not drawn: a
-quantized model among workers of which one has several ranks. More seeds:
+quantized model among workers of which one has several ranks, and pages of codes of latents. Nor
+are pages of codes with several ranks: their sums differ in the last bits, codes by more. More
+seeds:
 BATON_TOGETHER_SEEDS=0:1000 python -m pytest tests/cluster/test_together.py
 """
 
@@ -17,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from adapters import save_adapter
 from engine_loop import answer, load
 from processes import ProcessCluster
 from quantized_models import save_quantized
@@ -25,6 +29,7 @@ from transformers import PreTrainedModel
 from waiting import until
 
 from baton import AsyncClient
+from baton.core.adapter_config import find_adapter
 
 FIRST, END = map(int, os.environ.get("BATON_TOGETHER_SEEDS", "0:4").split(":"))
 # In turn, so that few seeds meet what pages differ in: windows, latents, sinks, plain heads.
@@ -35,8 +40,8 @@ QUANTIZED = {"llama": "gptq", "deepseek-v3": "fp8"}
 EVENTS = ["the decode worker is lost", "the prefill worker is lost", "a role switch"]
 ANSWER = 40
 
-Request = tuple[list[int], int | None]
-"""A prompt, and the seed of a drawn answer."""
+Request = tuple[list[int], int | None, str]
+"""A prompt, the seed of a drawn answer, and the adapter's name."""
 
 Answers = list[list[int]]
 
@@ -71,21 +76,45 @@ class Drawn:
         requests = _requests(draw)
         tree["speculation"] = draw.choice(["off", "ngram"])
         tree["quantization"] = draw.choice(["int8", "none", "int8"]) if not split else "none"
+        if draw.random() < 0.7 and "deepseek" not in family:
+            requests = [(*each[:2], "lora" * draw.randrange(2)) for each in requests]
+        coded = draw.choice(["int8", "int8", "auto"])
+        tree["kv_dtype"] = "auto" if split or "deepseek" in family else coded
         return cls(family, quantized, event, tree, split, requests)
 
-    def save(self, folder: Path) -> PreTrainedModel:
+    def save(self, folder: Path) -> dict[str, PreTrainedModel]:
+        """The model, and it with the adapter, by the names that requests give."""
         model = TINY_MODELS[self.family]
-        return (
+        base = (
             save_quantized(self.quantized, folder, model) if self.quantized else save(model, folder)
         )
+        if not any(adapter for _, _, adapter in self.requests):
+            return {"": base}
+        self.tree["adapters"] = {"lora": str(folder / "lora")}
+        return {"": base, "lora": save_adapter(base, folder / "lora", target_modules=["o_proj"])}
 
     def expected(
-        self, folder: Path, oracle: PreTrainedModel, prompts: list[list[int]], found: Answers
+        self,
+        folder: Path,
+        oracles: dict[str, PreTrainedModel],
+        requests: list[Request],
+        found: Answers,
     ) -> Answers:
-        if self.tree["quantization"] == "none":
-            return choices_of_transformers(oracle, prompts, found)
-        engine = load(folder, quantization=str(self.tree["quantization"]))
-        return [answer(engine, prompt, ANSWER) for prompt in prompts]
+        kept = {key: str(self.tree[key]) for key in ("quantization", "kv_dtype")}
+        if list(kept.values()) == ["none", "auto"]:
+            pairs = zip(requests, found, strict=True)
+            return [
+                choices_of_transformers(oracles[model], [prompt], [one])[0]
+                for (prompt, _, model), one in pairs
+            ]
+        engine, adapter = load(folder, **kept), None
+        if "lora" in oracles:
+            adapter = find_adapter(str(folder / "lora"))
+            engine.open_adapters(1, [str(folder)], lambda: None).load_now(adapter)
+        return [
+            answer(engine, prompt, ANSWER, adapter if model else None)
+            for prompt, _, model in requests
+        ]
 
 
 def _requests(draw: random.Random) -> list[Request]:
@@ -93,18 +122,21 @@ def _requests(draw: random.Random) -> list[Request]:
     first = [draw.randrange(VOCABULARY) for _ in range(60)]
     prompts = [first[: draw.randrange(61)] for _ in range(6)]
     prompts = [[*p, *(draw.randrange(VOCABULARY) for _ in range(20))] for p in prompts]
-    return [(prompt, draw.choice([None, None, index])) for index, prompt in enumerate(prompts)]
+    return [(prompt, draw.choice([None, None, index]), "") for index, prompt in enumerate(prompts)]
 
 
 async def ask(client: AsyncClient, request: Request) -> list[int]:
-    prompt, seed = request
+    prompt, seed, model = request
     drawn = {} if seed is None else {"temperature": 0.8, "top_p": 0.9, "seed": seed}
-    answer = await client.generate(prompt, max_tokens=ANSWER, ignore_eos=True, timeout=120, **drawn)
+    answer = await client.generate(
+        prompt, model=model, max_tokens=ANSWER, ignore_eos=True, timeout=120, **drawn
+    )
     return list(answer.token_ids)
 
 
 async def is_busy(client: AsyncClient) -> bool:
-    return any(worker.load.running for worker in (await client.status()).workers)
+    """As the router counts, which is at once; a worker's load waits for its next report."""
+    return any(worker.active_requests for worker in (await client.status()).workers)
 
 
 async def happen(event: str, cluster: ProcessCluster, client: AsyncClient) -> None:
@@ -120,7 +152,7 @@ async def happen(event: str, cluster: ProcessCluster, client: AsyncClient) -> No
 @pytest.mark.parametrize("seed", range(FIRST, END))
 async def test_capabilities_together_answer_as_alone(seed: int, tmp_path: Path) -> None:
     drawn = Drawn.of(seed)
-    oracle, asked = drawn.save(tmp_path / "model"), drawn.requests
+    oracles, asked = drawn.save(tmp_path / "model"), drawn.requests
     with ProcessCluster(
         tmp_path / "model", tmp_path, decode=2, tree=drawn.tree, per_worker=drawn.split
     ) as cluster:
@@ -131,7 +163,10 @@ async def test_capabilities_together_answer_as_alone(seed: int, tmp_path: Path) 
             await happen(drawn.event, cluster, client)
             assert await again == answers, drawn
         assert {len(answer) for answer in answers} == {ANSWER}
-        greedy = [place for place, (_, drawn_by) in enumerate(asked) if drawn_by is None]
-        prompts, found = [asked[place][0] for place in greedy], [answers[place] for place in greedy]
-        assert found == drawn.expected(tmp_path / "model", oracle, prompts, found), drawn
+        greedy = [place for place, (_, drawn_by, _) in enumerate(asked) if drawn_by is None]
+        found = [answers[place] for place in greedy]
+        wanted = drawn.expected(
+            tmp_path / "model", oracles, [asked[place] for place in greedy], found
+        )
+        assert found == wanted, drawn
         cluster.wait_idle()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from baton import Answer
 from baton.core.model_store import EMBEDDED, embedded_folder
 
-ANSWER = 20
+ANSWER = 12
 ROOT = Path(__file__).parents[2]
 
 QUESTIONS = [
@@ -30,7 +30,7 @@ QUESTIONS = [
     "A",
 ]
 # Slices of real prose, in tokens.
-LENGTHS = [2, 15, 16, 17, 60, 130, 257, 400, 700]
+LENGTHS = [2, 15, 16, 17, 60, 130, 257, 520]
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +103,12 @@ def test_sampled_tokens_depend_on_the_seed_alone(
     """Alone, in a busy batch, and on another cluster: the same seed, the same tokens."""
     options = {"temperature": 0.9, "top_p": 0.95, "seed": 17, "repetition_penalty": 1.1}
     options["ignore_eos"] = True  # an answer of one token says little
-    asked = prompts[:10]
+    asked = prompts[:6]
     with idle.client() as client:
         alone = [client.generate(prompt, max_tokens=ANSWER, **options) for prompt in asked[:3]]
-        other = client.generate(asked[0], max_tokens=ANSWER, **{**options, "seed": 18})
+        other = client.generate(asked[1], max_tokens=ANSWER, **{**options, "seed": 18})
     busy = ask_together(idle, asked, **options)
     elsewhere = ask_together(pair_of_pairs, asked, **options)
     assert [answer.token_ids for answer in busy[:3]] == [answer.token_ids for answer in alone]
     assert [answer.token_ids for answer in busy] == [answer.token_ids for answer in elsewhere]
-    assert other.token_ids != alone[0].token_ids
+    assert other.token_ids != alone[1].token_ids

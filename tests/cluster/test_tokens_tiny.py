@@ -69,6 +69,29 @@ def test_tokens_of_a_quantized_checkpoint_equal_transformers(
         cluster.wait_idle()
 
 
+def test_tokens_over_pages_of_codes_are_those_of_one_engine(tmp_path: Path) -> None:
+    """Through prefill, transfer and decode, with pages of windows and without, found again in
+    both caches, and after the decode worker was lost."""
+    save(TINY_MODELS["gemma2"], tmp_path / "model")
+    engine = load(tmp_path / "model", kv_dtype="int8")
+    expected = [answer(engine, prompt, ANSWER) for prompt in prompts(0)]
+    tree: dict[str, object] = {
+        "kv_dtype": "int8",
+        "page_size": 4,
+        "cache": {"host_memory": "1MiB"},
+        "prefill": {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1},
+        "decode": {"kv_memory": "4MiB", "threads": 2},
+    }
+    with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
+        for _ in range(2):
+            assert ask(cluster, prompts(0)) == expected
+        assert {worker.kv_dtype for worker in cluster.wait_idle()} == {"int8"}
+        cluster.workers["decode-0"].kill()
+        cluster.restart("decode-0")
+        assert ask(cluster, prompts(0)) == expected
+        cluster.wait_idle()
+
+
 def test_tokens_of_a_model_in_int8_are_those_of_one_engine(tmp_path: Path) -> None:
     save(TINY_MODELS["qwen3-moe"], tmp_path / "model")
     engine = load(tmp_path / "model", quantization="int8")

@@ -21,11 +21,14 @@ from baton.engine.architecture import parse_architecture
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
+from baton.engine.model_choice import WeightQuantization
 from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 from baton.engine.weights import load_model
+from baton.kernels.fp8 import quantize_to_fp8
+from baton.kernels.gpu.fp8_rows import library_product
 from baton.kernels.gpu.linear import MOST_ROWS, few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.norm import scale_rows
 
@@ -85,11 +88,14 @@ SHAPES = {
 }  # fmt: skip
 
 
-def model_of(name: str, folder: Path, dtype: torch.dtype) -> Model:
+def model_of(
+    name: str, folder: Path, dtype: torch.dtype, quantization: WeightQuantization = "none"
+) -> Model:
     path = folder / "config.json"
     path.write_text(json.dumps(SHAPES[name]))
     torch.manual_seed(1)
-    return load_model(RandomTensors("cuda"), parse_architecture(path), dtype, "cuda")
+    shape = parse_architecture(path)
+    return load_model(RandomTensors("cuda"), shape, dtype, "cuda", quantization=quantization)
 
 
 Logits = dict[tuple[int, int], Tensor]
@@ -206,10 +212,17 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.bfloat16) for name in SHAPES), ("small", torch.float16)]
+    ("name", "dtype", "quantization"),
+    [
+        *((name, torch.bfloat16, "none") for name in SHAPES),
+        ("small", torch.float16, "none"),
+        *((name, torch.bfloat16, "fp8") for name in ("llama-8b", "qwen2", "olmo2", "gemma2")),
+    ],
 )
-def test_bits_do_not_depend_on_company(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = model_of(name, tmp_path, dtype)
+def test_bits_do_not_depend_on_company(
+    name: str, dtype: torch.dtype, quantization: WeightQuantization, tmp_path: Path
+) -> None:
+    model = model_of(name, tmp_path, dtype, quantization)
     engine = Engine(model)
     sequences = [engine.submit(prompt) for prompt in range(len(LENGTHS))]
     for each in sequences:
@@ -264,20 +277,35 @@ def test_pages_that_windows_have_passed_are_not_read(name: str, tmp_path: Path) 
             assert all(torch.equal(row, wanted[place]) for row in rows), (chunk, place)
 
 
+PRODUCTS = [
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (2048, 4096),
+    (576, 1536),
+    (960, 576),
+    (896, 4864),
+]
+"""Outputs and inputs."""
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), PRODUCTS)
+def test_the_matrix_librarys_products_in_fp8_have_the_bits_of_ours(
+    outputs: int, inputs: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8192, inputs, device="cuda").bfloat16()
+    weight = quantize_to_fp8(torch.randn(outputs, inputs, device="cuda") / inputs**0.5)
+    alone = few_rows_alone(x, weight)
+    for rows in (1, 2, 17, 33, 64, 65, 100, 128):
+        assert torch.equal(few_rows_alone(x[:rows], weight), alone[:rows])
+    for rows in (1, 17, 33, 64, 65, 128, 129, 250, 257, 512, 1000, 2048, 4096, 8192):
+        assert torch.equal(library_product(x[:rows], weight), alone[:rows]), rows
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("outputs", "inputs"),
-    [
-        (6144, 4096),
-        (4096, 4096),
-        (28672, 4096),
-        (4096, 14336),
-        (2048, 4096),
-        (576, 1536),
-        (960, 576),
-        (896, 4864),
-    ],
-)
+@pytest.mark.parametrize(("outputs", "inputs"), PRODUCTS)
 def test_the_matrix_librarys_products_have_the_bits_of_ours(
     outputs: int, inputs: int, dtype: torch.dtype
 ) -> None:

@@ -14,6 +14,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture, parse_architecture
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.gpu.start import start_runner
+from baton.engine.model_choice import WeightQuantization
 from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
@@ -69,8 +70,12 @@ SAMPLINGS = [
 class Server:
     """A runner that is ready, and what it has compiled since."""
 
-    def __init__(self, shape: Architecture, compiled: list[str]) -> None:
-        model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
+    def __init__(
+        self, shape: Architecture, quantization: WeightQuantization, compiled: list[str]
+    ) -> None:
+        model = load_model(
+            RandomTensors("cuda"), shape, torch.bfloat16, "cuda", quantization=quantization
+        )
         size = shape.pages_shape(PAGES, PAGE_SIZE)
         kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
         self.pool = make_pool(PAGES, PAGE_SIZE, shape.slices.windows)
@@ -101,8 +106,8 @@ class Server:
 
 @pytest.fixture(
     scope="module",
-    params=[SHAPE, EXPERTS, SINKS, LATENTS],
-    ids=["dense", "experts", "sinks", "latents"],
+    params=[(SHAPE, "none"), (EXPERTS, "none"), (SINKS, "none"), (LATENTS, "none"), (SHAPE, "fp8")],
+    ids=["dense", "experts", "sinks", "latents", "fp8"],
 )
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -110,14 +115,15 @@ def server(
     from triton import knobs
 
     config = tmp_path_factory.mktemp("model") / "config.json"
-    config.write_text(json.dumps(request.param))
+    shape, quantization = request.param
+    config.write_text(json.dumps(shape))
     compiled: list[str] = []
 
     def note(*, repr: str, **_: object) -> None:
         compiled.append(repr)
 
     knobs.runtime.jit_post_compile_hook = note
-    yield Server(parse_architecture(config), compiled)
+    yield Server(parse_architecture(config), quantization, compiled)
     knobs.runtime.jit_post_compile_hook = None
 
 

@@ -108,3 +108,22 @@ async def test_a_prompts_probabilities_are_transformers(
     right = [float(wanted[place, token]) for place, token in enumerate(prompt[1:])]
     assert told == pytest.approx(right, abs=1e-4)
     cluster.wait_idle()
+
+
+async def test_embeddings_are_transformers(
+    cluster: ProcessCluster, oracle: PreTrainedModel
+) -> None:
+    draw = random.Random(6)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    with torch.no_grad():
+        rows = [oracle.model(torch.tensor([each])).last_hidden_state[0] for each in prompts]
+    async with AsyncClient(cluster.address) as client:
+        for pooling, right in (
+            ("last", [each[-1] for each in rows]),
+            ("mean", [each.double().mean(0) for each in rows]),
+        ):
+            for _ in range(2):  # the second time, pages are cached
+                found = await client.embed(prompts, pooling=pooling, normalize=False)
+                for vector, wanted in zip(found, right, strict=True):
+                    assert vector == pytest.approx(wanted.tolist(), abs=1e-5)
+    cluster.wait_idle()

@@ -65,6 +65,7 @@ class SimulatedEngine:
         windows: Windows = (None,),
     ) -> None:
         self.pool = make_pool(pages, page_size, windows)
+        self.adapters = None
         self.architecture = SimulatedArchitecture()
         self.context_length = self.pool.longest_context(1 << 20)
         self._windows = windows

@@ -34,7 +34,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import Fetch as FetchNote
 from baton.v1.transfer_pb2 import Resend, TransferNote
 from baton.worker import step_pipeline
-from baton.worker.phase import HeldLeases
+from baton.worker.held_leases import HeldLeases
 
 from . import engine as simulated_engine
 from . import worker as simulated

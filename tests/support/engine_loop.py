@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from baton.core.types import AttemptKey, Sampling, Work
+from baton.core.types import Adapter, AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
 
@@ -23,22 +23,31 @@ def sequence(engine: Engine, prompt: list[int], count: int) -> Sequence:
     return started
 
 
-def _start(engine: Engine, prompt: list[int], count: int) -> Sequence:
+def _start(
+    engine: Engine, prompt: list[int], count: int, adapter: Adapter | None = None
+) -> Sequence:
     """As `sequence`; tables with a window get their pages step by step."""
-    work = Work(AttemptKey("test", 0), prompt, Sampling(), count, frozenset())
+    work = Work(AttemptKey("test", 0), prompt, Sampling(), count, frozenset(), adapter=adapter)
     return Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(prompt) + count)))
 
 
 def serve(
-    engine: Engine, prompts: list[list[int]], count: int, chunk: int, join_every: int = 2
+    engine: Engine,
+    prompts: list[list[int]],
+    count: int,
+    chunk: int,
+    join_every: int = 2,
+    adapters: list[Adapter | None] | None = None,
 ) -> list[list[int]]:
     """The answers. A prompt joins every few steps; all active ones run together, in any order."""
+    of_prompts = adapters or [None] * len(prompts)
     shuffle = random.Random(chunk).shuffle
     sequences: list[Sequence] = []
     step = 0
     while len(sequences) < len(prompts) or any(each.generated < count for each in sequences):
         if step % join_every == 0 and len(sequences) < len(prompts):
-            sequences.append(_start(engine, prompts[len(sequences)], count))
+            at = len(sequences)
+            sequences.append(_start(engine, prompts[at], count, of_prompts[at]))
         live = [each for each in sequences if each.generated < count]
         shuffle(live)
         plan = {each: min(chunk, each.uncomputed) for each in live}
@@ -54,6 +63,8 @@ def serve(
     return [each.tokens[each.prompt_length :] for each in sequences]
 
 
-def answer(engine: Engine, prompt: list[int], count: int) -> list[int]:
+def answer(
+    engine: Engine, prompt: list[int], count: int, adapter: Adapter | None = None
+) -> list[int]:
     """One prompt on its own, run whole."""
-    return serve(engine, [prompt], count, chunk=len(prompt))[0]
+    return serve(engine, [prompt], count, chunk=len(prompt), adapters=[adapter])[0]

@@ -13,7 +13,13 @@ from interpreted_kernels import speed_up
 
 from baton.engine.architecture import Split, read_architecture
 from baton.engine.checkpoint import Checkpoint
+from baton.engine.engine import Engine
+from baton.engine.gpu.adapter_slots import AdapterSlots
+from baton.engine.gpu.device import AdapterRoom, GpuSettings
 from baton.engine.gpu.runner import GpuRunner
+from baton.engine.grammar import Grammars
+from baton.engine.model_choice import read_model
+from baton.engine.page_groups import make_pool
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import load_model
 
@@ -21,33 +27,68 @@ END_SECONDS = 10.0
 
 
 def gpu_runner(
-    folder: Path, device: str, pages: int, page_size: int, group: Group | None = None
+    folder: Path,
+    device: str,
+    pages: int,
+    page_size: int,
+    group: Group | None = None,
+    room: AdapterRoom | None = None,
 ) -> GpuRunner:
-    """A runner over poisoned pages. With a group, which it connects: one rank of it."""
+    """A runner over poisoned pages. With a group, which it connects: one rank of it. With `room`,
+    adapters may be added to it."""
     whole = read_architecture(folder)
     model = load_model(Checkpoint(folder), whole, torch.float32, device, group)
     if group:
         group.connect(torch.device(device))
     shape = model.architecture
     size = shape.pages_shape(pages, page_size)
-    runner = GpuRunner(model, torch.full(size, torch.nan, device=device), 128, 4, group)
+    kv = torch.full(size, torch.nan, device=device)
+    adapters = AdapterSlots(model, room, group) if room else None
+    runner = GpuRunner(model, kv, 128, 4, group, adapters=adapters)
     runner.record()
     return runner
 
 
+def engine_of(runner: GpuRunner, folder: Path, pages: int, page_size: int) -> Engine:
+    """An engine around a runner, for what needs no other part of it."""
+    shape = read_model(folder, "native")
+    pool = make_pool(pages, page_size, shape.slices.windows)
+    grammars = Grammars(folder, shape.vocabulary_size)
+    adapters = runner._adapters
+    nothing = torch.empty(0)
+    return Engine(
+        shape,
+        Split(),
+        pool,
+        nothing.dtype,
+        nothing,
+        128,
+        "",
+        grammars,
+        lambda gpu: runner,
+        GpuSettings(),
+        adapters,
+    )
+
+
 @contextlib.contextmanager
 def two_ranks(
-    folder: Path, device: str, pages: int, page_size: int, workspace: Path
+    folder: Path,
+    device: str,
+    pages: int,
+    page_size: int,
+    workspace: Path,
+    room: AdapterRoom | None = None,
 ) -> Iterator[GpuRunner]:
     """Rank 0 of two; rank 1 follows it in its own process."""
     here, there = multiprocessing.Pipe()
-    arguments = (folder, device, pages, page_size, workspace / "meeting", there)
+    arguments = (folder, device, pages, page_size, workspace / "meeting", there, room)
     process = multiprocessing.get_context("spawn").Process(target=_follow, args=arguments)
     process.start()
     there.close()
     group = Group(Split(0, 2), workspace / "meeting", [here])
     try:
-        yield gpu_runner(folder, device, pages, page_size, group)
+        yield gpu_runner(folder, device, pages, page_size, group, room)
     finally:
         group.close()
         process.join(END_SECONDS)
@@ -55,12 +96,18 @@ def two_ranks(
 
 
 def _follow(
-    folder: Path, device: str, pages: int, page_size: int, meeting: Path, steps: Connection
+    folder: Path,
+    device: str,
+    pages: int,
+    page_size: int,
+    meeting: Path,
+    steps: Connection,
+    room: AdapterRoom | None,
 ) -> None:
     torch.set_num_threads(1)
     if device == "cpu":
         speed_up()
-    runner = gpu_runner(folder, device, pages, page_size, Group(Split(1, 2), meeting))
+    runner = gpu_runner(folder, device, pages, page_size, Group(Split(1, 2), meeting), room)
     with contextlib.suppress(EOFError):
         while True:
             runner.follow(steps.recv_bytes())

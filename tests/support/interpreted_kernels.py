@@ -3,6 +3,7 @@
 Nearly all of its time goes into bookkeeping around numpy's operations: it patches its language at
 each launch and whenever a kernel calls a function, builds the type of each result anew, and
 computes for each integer operation whether it has overflowed, which it reports only when it debugs.
+And it rounds to FP8 as GPUs do: a number that rounds up to a power of two becomes half of it there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+import torch
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -28,6 +30,7 @@ def speed_up() -> None:
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
     _pass_equal_shapes()
+    _round_to_fp8()
 
 
 def _patch_language_once() -> None:
@@ -92,3 +95,14 @@ def _pass_equal_shapes() -> None:
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
     TritonSemantic.broadcast_impl_value = broadcast_unequal
+
+
+def _round_to_fp8() -> None:
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (core.float32, core.float8e4nv):
+            return convert(data, source, target, mode)
+        return torch.from_numpy(data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = rounded

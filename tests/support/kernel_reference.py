@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from baton.kernels.gpu.low_rank import AdapterStack, Shrunk, SlotRows
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.rotary import LOG2_E, HeadShape, Projected
 from baton.kernels.gpu.splits import SplitWorkspace
@@ -68,10 +69,16 @@ def gate_and_multiply(
 
 
 def few_rows(
-    source: Scaled, weight: Tensor, bias: Tensor | None = None, gates: Activation | None = None
+    source: Scaled,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gates: Activation | None = None,
+    shrunk: Shrunk | None = None,
 ) -> Tensor:
     """source [M, K] and weight [N, K] -> [M, N], or [M, N / 2] with gates."""
     product = few_rows_alone(source.x, weight)
+    if shrunk:
+        expand_onto(product, shrunk)
     if gates:
         return gate_and_multiply(product, source, bias, gates)
     return settled(product, source, bias).to(product.dtype)
@@ -89,10 +96,34 @@ def few_rows_onto(
     norm: Tensor,
     epsilon: float,
     bias: Tensor | None = None,
+    shrunk: Shrunk | None = None,
 ) -> Scaled:
     """residual [M, N] += x [M, K] @ weight.T + bias; and scaled by norm [N]."""
-    product = settled(few_rows_alone(x, weight), None, bias).to(x.dtype)
+    product = few_rows_alone(x, weight)
+    if shrunk:
+        expand_onto(product, shrunk)
+    product = settled(product, None, bias).to(x.dtype)
     return scale_rows(residual, norm, epsilon, product[None])
+
+
+def shrink(x: Tensor, stack: AdapterStack, rows: SlotRows) -> Shrunk:
+    """x [T, K] and a [slots, parts * rank, K] -> [1, parts, T, rank]; zeros without an adapter."""
+    out = torch.zeros(1, len(stack.ends), len(x), stack.rank, device=x.device)
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot >= 0:
+            out[0, :, row] = (stack.a[slot].double() @ x[row].double()).view(len(stack.ends), -1)
+    return Shrunk(out, stack, rows)
+
+
+def expand_onto(product: Tensor, shrunk: Shrunk) -> None:
+    """product [T, N] += b [slots, N, rank] of each row's slot times what its inputs shrank to."""
+    stack, x = shrunk.stack, shrunk.parts.double().sum(dim=0).to(product.dtype).double()
+    for row, slot in enumerate(shrunk.rows.slots.tolist()):
+        if slot < 0:
+            continue
+        for part, (start, end) in enumerate(zip((0, *stack.ends), stack.ends, strict=False)):
+            added = stack.b[slot, start:end].double() @ x[part, row]
+            product[row, start:end] = product[row, start:end].double() + added
 
 
 def settled(product: Tensor, source: Scaled | None, bias: Tensor | None) -> Tensor:

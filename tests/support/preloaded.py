@@ -50,7 +50,7 @@ def _compile() -> None:
     panels.Panels(torch.zeros(32, 32), None)
     for head_dim in HEAD_DIMS:
         kv = torch.zeros(1, 1, 2, 1, 1, head_dim)
-        cache.prepare_rotation(cache.layer_caches(kv)[0])
+        cache.prepare_rotation(cache.layer_caches(kv)[0], kv.dtype)
 
 
 for _module in MODULES:

@@ -40,6 +40,7 @@ class PrefillView(NamedTuple):
     has_room: bool = True
     cached_tokens: int = 0
     saved_tokens: int = 0
+    lacks_adapter: bool = False
 
 
 class DecodeView(NamedTuple):
@@ -56,6 +57,7 @@ class DecodeView(NamedTuple):
     pending_tokens: int = 0
     saved_tokens: int = 0
     prefilling: int = 0
+    lacks_adapter: bool = False
 
 
 def cluster(

@@ -209,6 +209,8 @@ async def test_a_keys_concurrency_limit_does_not_affect_others(door: Door) -> No
         assert response.status_code == 200
         several = await http.post("/v1/chat/completions", json={**CHAT, "n": 2})
         assert several.status_code == 400
+        inputs = await http.post("/v1/embeddings", json={"input": ["Hello", "Bye"]})
+        assert inputs.status_code == 400
 
 
 @pytest.fixture
@@ -232,7 +234,8 @@ async def test_no_request_goes_before_its_keys_priority(door: Door, served: list
             await client.generate("Hello", max_tokens=2, priority=-8)
             await http.post("/v1/chat/completions", json={**CHAT, "priority": -8})
             await http.post("/v1/chat/completions", json={**CHAT, "service_tier": "flex"})
-    assert [each.priority for each in served] == [0, 0, 100, -5, -5, 100]
+            await client.embed(["Hello"], priority=-8)
+    assert [each.priority for each in served] == [0, 0, 100, 0, -5, -5, 100, -5]
 
 
 async def test_two_keys_share_no_cached_pages(door: Door, served: list[Request]) -> None:
@@ -240,4 +243,5 @@ async def test_two_keys_share_no_cached_pages(door: Door, served: list[Request])
         async with door.client(name) as client, door.http(name) as http:
             await client.generate("Hello", max_tokens=2, cache_salt="mine")
             await http.post("/v1/chat/completions", json={**CHAT, "cache_salt": "mine"})
-    assert [each.cache_salt for each in served] == ["plain:mine"] * 2 + ["other:mine"] * 2
+            await http.post("/v1/embeddings", json={"input": "Hello", "cache_salt": "mine"})
+    assert [each.cache_salt for each in served] == ["plain:mine"] * 3 + ["other:mine"] * 3

@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import openai
@@ -57,11 +58,16 @@ async def door(
         yield client
 
 
-async def start(client: openai.AsyncOpenAI, content: bytes, window: str = "24h") -> Batch:
+async def start(
+    client: openai.AsyncOpenAI,
+    content: bytes,
+    window: str = "24h",
+    endpoint: Literal["/v1/chat/completions", "/v1/embeddings"] = "/v1/chat/completions",
+) -> Batch:
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     return await client.batches.create(
         input_file_id=file.id,
-        endpoint="/v1/chat/completions",
+        endpoint=endpoint,
         completion_window=window,  # type: ignore[arg-type]
         metadata={"why": "a test"},
     )
@@ -108,6 +114,16 @@ async def test_a_batch_is_answered_line_by_line(tmp_path: Path) -> None:
         errors = await results(client, batch.error_file_id)
         statuses = {name: each["response"]["status_code"] for name, each in errors.items()}  # type: ignore[index]
         assert statuses == {"wrong": 400, "other": 404}
+
+
+async def test_a_batch_embeds(tmp_path: Path) -> None:
+    async with door(tmp_path / "batches") as client:
+        asked = line("a", url="/v1/embeddings")
+        asked["body"] = {"input": ["one", "two"], "normalize": False}
+        batch = await ended(client, await start(client, jsonl(asked), endpoint="/v1/embeddings"))
+        response = (await results(client, batch.output_file_id))["a"]["response"]
+        assert isinstance(response, dict)
+        assert [each["embedding"] for each in response["body"]["data"]] == [[3.0, 4.0]] * 2
 
 
 async def test_lines_that_are_wrong_are_named_before_any_runs(tmp_path: Path) -> None:

@@ -52,11 +52,12 @@ def test_status_shows_how_many_guesses_were_right(router: ScriptedRouter) -> Non
     assert "13 of 20 guesses right" in run(router, "status").stdout
 
 
-def test_status_shows_quantized_weights(router: ScriptedRouter) -> None:
+def test_status_shows_quantized_weights_and_pages(router: ScriptedRouter) -> None:
     router.status.workers[1].quantization = "int8"
+    router.status.workers[1].kv_dtype = "int8"
     lines = [line.strip() for line in run(router, "status").stdout.splitlines()]
-    assert lines[7] == "int8 weights"
-    assert sum("weights" in line for line in lines) == 1
+    assert lines[7:9] == ["int8 weights", "int8 pages"]
+    assert sum("int8" in line for line in lines) == 2
 
 
 def test_status_shows_a_workers_fault(router: ScriptedRouter) -> None:

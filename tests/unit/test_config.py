@@ -54,6 +54,8 @@ def test_a_dumped_configuration_parses_to_the_same() -> None:
         ({"decode": {"resources": {"baton": "1"}}}, ["decode.resources.baton", "float"]),
         ({"decode": {"resources": {"GPU": 1}}}, ["decode.resources", "GPU", "gpus"]),
         ({"decode": {"resources": {"baton": -1}}}, ["decode.resources", "0.0001 or more", "baton"]),
+        ({"adapters": {"sql": 3}}, ["adapters.sql", "str"]),
+        ({"adapters": "sql"}, ["adapters", "names and strings"]),
         ({"decode": {"max_batch": -1}}, ["decode.max_batch", "0 or more"]),
         ({"prefill": {"kv_memory": "1 GB/s"}}, ["prefill.kv_memory", "1GiB"]),
         ({"router": {"cors_origins": ["https://a.com/x"]}}, ["router.cors_origins", "no path"]),

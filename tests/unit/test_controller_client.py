@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import cast
 
 import grpc
 import pytest
 from processes import free_port
+from waiting import until
 
 from baton.core.errors import Unavailable
+from baton.core.tasks import cancel_all
+from baton.core.types import Adapter
+from baton.router.requests.adapter_names import AdapterNames
 from baton.router.workers import controller_client
 from baton.router.workers.controller_client import ControllerClient
+from baton.router.workers.membership import Membership
 from baton.v1 import cluster_pb2 as pb
-from baton.v1 import cluster_pb2_grpc
+from baton.v1 import cluster_pb2_grpc, worker_pb2
 
 # More than a handshake takes on an idle machine, and less than anybody minds.
 SECONDS = 0.4
@@ -23,6 +29,48 @@ SECONDS = 0.4
 class Answering(cluster_pb2_grpc.ControlServicer):
     async def Pools(self, message: pb.PoolsRequest, context: object) -> pb.PoolsResponse:
         return pb.PoolsResponse(prefill=1, decode=2)
+
+
+class Naming(cluster_pb2_grpc.MembershipServicer):
+    """Names one adapter, then ends the name."""
+
+    async def Watch(self, message: pb.WatchRequest, context: object) -> AsyncIterator[pb.Members]:
+        adapter = worker_pb2.Adapter(digest=b"digest", folder="/a")
+        yield pb.Members(adapters=[pb.NamedAdapter(name="sql", adapter=adapter)])
+        await self.removed.wait()
+        yield pb.Members(adapters=[pb.NamedAdapter(name="sql")])
+        await asyncio.Event().wait()
+
+    def __init__(self) -> None:
+        self.removed = asyncio.Event()
+
+
+class NoMembership:
+    def set_addresses(self, addresses: object) -> None: ...
+
+    def note_ended(self, agents: object) -> None: ...
+
+    def note_verdicts(self, verdicts: object) -> None: ...
+
+
+async def test_a_router_follows_the_names_of_adapters() -> None:
+    naming, names, server = Naming(), AdapterNames("base"), grpc.aio.server()
+    cluster_pb2_grpc.add_MembershipServicer_to_server(naming, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = ControllerClient(f"127.0.0.1:{port}", None)
+    membership = cast(Membership, NoMembership())
+    following = asyncio.create_task(client.follow(membership, names))
+
+    async def is_served(*wanted: str) -> bool:
+        return tuple(names.served) == wanted
+
+    await until(lambda: is_served("sql"))
+    assert names.find("sql") == Adapter(b"digest", "/a")
+    naming.removed.set()
+    await until(is_served)
+    await cancel_all(following)
+    await server.stop(None)
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.gpu.linear import gate_and_multiply
+from baton.kernels.gpu.gate import gate_and_multiply
 from baton.kernels.gpu.norm import Scaled, embed, rms_norm, scale_rows
 from baton.kernels.linear import Activation
 

@@ -141,9 +141,10 @@ def test_two_ranks_of_a_gpu_answer_as_a_cpu_does(
 def test_a_step_of_a_gpu_reads_back_as_it_was_sent() -> None:
     rows = [np.arange(3, dtype=np.int32) + start for start in (-1, 4, 8, 12)]
     blocks = np.array([[1, 0, 2, 5]], dtype=np.int32)
+    adapters = np.array([2, -1, 0], dtype=np.int32)
     long = [LongChunk(0, 600, 512, 3), LongChunk(600, 513, 0, 4)]
     sent = StepMessage(
-        StepArrays(np.stack(rows), blocks=blocks, long=long, decoding=1),
+        StepArrays(np.stack(rows), blocks=blocks, long=long, decoding=1, adapters=adapters),
         pages=np.array([[7, 8], [9, 10]], dtype=np.int32),
         wanted=np.array([2], dtype=np.int32),
     )
@@ -153,6 +154,8 @@ def test_a_step_of_a_gpu_reads_back_as_it_was_sent() -> None:
     assert found.arrays.blocks.shape == (1, 4)
     assert found.pages.tolist() == [[7, 8], [9, 10]]
     assert found.wanted.tolist() == [2]
+    assert found.arrays.adapters is not None
+    assert found.arrays.adapters.tolist() == [2, -1, 0]
 
 
 @pytest.mark.parametrize(

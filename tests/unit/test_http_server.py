@@ -34,6 +34,7 @@ from baton.router.edges.http.http_app import HttpApp
 from baton.router.edges.http.http_server import HttpServer
 from baton.router.observe.ledger import Ledgers, RequestLedger
 from baton.router.observe.overview import RouterOverview
+from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.serving import Serving
 from baton.router.server import RouterServer
 from baton.router.workers.membership import Membership
@@ -56,10 +57,14 @@ class ScriptedServing:
         self.active = 0
         self.ended_by: list[str] = []
         self.ledgers = Ledgers()
+        self.adapters = AdapterNames("tiny")
+        self.embedding_model = None
         self.placer = SimpleNamespace(can_place=False)
         self._events = events
         self._endless = endless
         self._pause = pause
+
+    generate_all = Serving.generate_all
 
     async def generate(
         self, request: Request, ledger: RequestLedger, emit: Emit, place: int

@@ -73,7 +73,7 @@ def test_compiled_products_have_the_bits_of_torchs(
     bias = torch.randn(outputs).to(dtype) if biased else None
     plain, packed = Linear(weight, bias), Linear(weight, bias)
     for linear in (plain, packed):
-        linear.quantize()
+        linear.quantize("int8")
         assert linear.weight.is_meta
     packed.pack()
     for rows in ROWS:
@@ -84,10 +84,12 @@ def test_compiled_products_have_the_bits_of_torchs(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("registers", [compiler.NEON, compiler.AVX2, compiler.AVX512])
 def test_code_without_dot_products_has_the_same_bits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    registers: compiler.Registers, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "has_dot", lambda: False)
+    monkeypatch.setattr(compiler, "registers", lambda: registers)
     product.library.cache_clear()
     test_compiled_products_have_the_bits_of_torchs(96, 199, dtype, biased=False)
     product.library.cache_clear()
@@ -100,7 +102,7 @@ def test_gates_of_codes(activation: Activation, dtype: torch.dtype) -> None:
     norm = RMSNorm(torch.rand(96).to(dtype), 1e-5)
     packed, plain = GatedLinear(weight, bias, activation), GatedLinear(weight, bias, activation)
     for linear in (plain, packed):
-        linear.quantize()
+        linear.quantize("int8")
     packed.pack()
     x = torch.randn(37, 96).to(dtype)
     found = packed(x, None)
@@ -154,7 +156,7 @@ def prompt_logprobs(engine: Engine, prompt: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral", "gpt-oss", "gemma2", "deepseek-v3"])
 def test_answers_do_not_depend_on_company(name: str, dtype: str, tmp_path: Path) -> None:
     save(TINY_MODELS[name], tmp_path)
     options = {"dtype": dtype, "quantization": "int8"}
@@ -174,7 +176,7 @@ def test_ranks_quantize_their_parts(tmp_path: Path) -> None:
 
 def test_codes_take_little_more_than_a_byte(tmp_path: Path) -> None:
     linear = Linear(torch.randn(1200, 1600))
-    linear.quantize()
+    linear.quantize("int8")
     linear.pack()
     held = linear._panels._panels if linear._panels else linear._codes.codes  # type: ignore[union-attr]
     assert held.nbytes < 1.13 * 1200 * 1600
@@ -196,7 +198,7 @@ def test_models_through_transformers_are_not_quantized(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda"}, "not quantized on GPUs yet"),
+        ({"device": "cuda"}, "GPUs have fp8, not int8"),
         ({"engine": "transformers"}, "through transformers cannot be quantized"),
         ({"prefill": {"tensor_parallel": 2}}, "same tensor_parallel in both pools, not 2 and 1"),
     ],

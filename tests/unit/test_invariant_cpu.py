@@ -19,6 +19,7 @@ from torch import Tensor
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.model import Model
+from baton.engine.model_choice import KvDtype, stored_shape
 from baton.engine.rope import Rope
 from baton.engine.rotations import Rotation
 from baton.engine.runner import Runner
@@ -35,6 +36,7 @@ from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, tok
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import AVX2, AVX512, Registers
 from baton.kernels.experts import NO_BIASES, ExpertBiases, Experts
+from baton.kernels.int8 import head_codes
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 from baton.kernels.routing import Routing
 
@@ -155,9 +157,11 @@ def test_rotations_of_positions() -> None:
     assert_rows_are_as_alone(lambda some: torch.view_as_real(rotation(some)), positions)
 
 
-def test_rotation_and_norms_of_heads(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("coded", [False, True], ids=["numbers", "codes"])
+def test_rotation_and_norms_of_heads(dtype: torch.dtype, coded: bool) -> None:
     norms = tuple(RMSNorm(torch.rand(32).to(dtype), 1e-6) for _ in range(2))
-    cache = layer_caches(torch.zeros(MOST_ROWS, 1, 2, 1, 2, 32, dtype=dtype))[0]
+    kv = torch.zeros(MOST_ROWS, 1, 2, 1, 2, 32, dtype=dtype)
+    cache = layer_caches(head_codes(kv) if coded else kv)[0]
     turns = torch.polar(torch.ones(MOST_ROWS, 1, 16), torch.randn(MOST_ROWS, 1, 16))
 
     def rotated(rows: Tensor) -> Tensor:
@@ -166,7 +170,8 @@ def test_rotation_and_norms_of_heads(dtype: torch.dtype) -> None:
         qkv = rows[:, 1:].to(dtype, copy=True).contiguous()
         places = token_rows(which, torch.zeros_like(which), 1, 1)
         rotate_and_write_(qkv, 6, (norms[0], norms[1]), turns[which], cache, places)
-        return torch.cat((qkv, cache.kv[which].view(len(rows), -1, 32)), dim=1)
+        stored = cache.kv[which].flatten(1)
+        return torch.cat((qkv.flatten(1), stored.float()), dim=1)
 
     rows = torch.randn(MOST_ROWS, 11, 32)
     rows[:, 0, 0] = torch.arange(MOST_ROWS)
@@ -176,8 +181,10 @@ def test_rotation_and_norms_of_heads(dtype: torch.dtype) -> None:
 class Context:
     """One sequence's queries, keys and values, the latter in pages of any size and order."""
 
-    def __init__(self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.length = 700
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, coded: bool = False
+    ) -> None:
+        self.length, self._coded = 700, coded
         self.query = torch.randn(self.length, heads, head_dim).to(dtype) * 2
         self._tokens = torch.randn(self.length, 2, kv_heads, head_dim).to(dtype)
         self.sinks = 4 * torch.randn(heads)
@@ -190,7 +197,7 @@ class Context:
         for position, token in enumerate(self._tokens):
             page, offset = divmod(position, page_size)
             kv[table[page], 1, :, offset] = token.float()
-        return layer_caches(kv.to(self._tokens.dtype))[1], table
+        return layer_caches(head_codes(kv) if self._coded else kv.to(self._tokens.dtype))[1], table
 
     def whole(self, window: int | None) -> Tensor:
         cache, table = self.pages(16)
@@ -219,7 +226,18 @@ def decoded(context: Context, page_size: int, positions: list[int], window: int 
 @pytest.mark.parametrize("window", [None, 7, 60, 300])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 8), (14, 2, 80)])
 def test_attention(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
-    context = Context(*shape, dtype)
+    assert_attention_is_as_alone(shape, window, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_attention_over_codes(window: int | None, dtype: torch.dtype) -> None:
+    assert_attention_is_as_alone((9, 3, 64), window, dtype, coded=True)
+
+
+def assert_attention_is_as_alone(
+    shape: tuple[int, int, int], window: int | None, dtype: torch.dtype, *, coded: bool = False
+) -> None:
+    context = Context(*shape, dtype, coded)
     wanted = context.whole(window)
     assert wanted.isfinite().all()
     source = random.Random(0)
@@ -246,13 +264,20 @@ def test_attention(shape: tuple[int, int, int], window: int | None, dtype: torch
 class Steps:
     """A model over pages of one size, with sequences of its own tokens."""
 
-    def __init__(self, model: Model, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Model, page_size: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
+    ) -> None:
         shape = model.architecture
         self._model, self._page_size = model, page_size
-        size = shape.pages_shape(900, page_size)
+        size = stored_shape(shape.pages_shape(900, page_size), kv_dtype)
         self._tables = len(shape.slices.windows)
-        self._runner = Runner(model, torch.zeros(size, dtype=dtype))
+        stored = dtype if kv_dtype == "auto" else torch.int8
+        self._runner = Runner(model, torch.zeros(size, dtype=stored))
         self._pages = random.Random(page_size).sample(range(900), 900)
+
+    @property
+    def recordings(self) -> int:
+        return len(self._runner.recorded._steps)
 
     def chunk(self, sequence: int, start: int, end: int) -> ChunkInputs:
         tokens = [(3 + 5 * at + sequence * at * at) % 90 for at in range(start, end)]
@@ -274,8 +299,9 @@ class Steps:
 def test_vectors_of_other_cpus(dtype: torch.dtype) -> None:
     test_products(64, 70, dtype)
     test_gated_products(dtype)
-    test_rotation_and_norms_of_heads(dtype)
-    test_attention((6, 2, 48), 60, dtype)
+    for coded in (False, True):
+        test_rotation_and_norms_of_heads(dtype, coded)
+        assert_attention_is_as_alone((6, 2, 48), 60, dtype, coded=coded)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +311,8 @@ def test_attention_on_tile_registers(
     shape: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with emulated_tiles(monkeypatch):
-        test_attention(shape, window, torch.bfloat16)
+        for coded in (False, True):
+            assert_attention_is_as_alone(shape, window, torch.bfloat16, coded=coded)
 
 
 def test_products_on_tile_registers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,12 +350,23 @@ def test_tile_registers_are_as_emulated(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    save(TINY_MODELS[name], tmp_path)
-    model = load_model(Checkpoint(tmp_path), read_architecture(tmp_path), dtype, "cpu")
-    steps = Steps(model, 16, dtype)
+    assert_steps_are_as_alone(name, dtype, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "gpt-oss"])
+def test_whole_models_over_codes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert_steps_are_as_alone(name, dtype, tmp_path, "int8")
+
+
+def assert_steps_are_as_alone(
+    name: str, dtype: torch.dtype, folder: Path, kv_dtype: KvDtype = "auto"
+) -> None:
+    save(TINY_MODELS[name], folder)
+    model = load_model(Checkpoint(folder), read_architecture(folder), dtype, "cpu")
+    steps = Steps(model, 16, dtype, kv_dtype)
     (wanted,) = steps.logits(steps.chunk(1, 0, 90))
     for page_size, size in ((16, 1), (4, 7), (8, 33), (16, 64)):
-        steps = Steps(model, page_size, dtype)
+        steps = Steps(model, page_size, dtype, kv_dtype)
         for start in range(0, 90, size):
             torch.set_num_threads(1 + start % 3)
             mine = steps.chunk(1, start, min(90, start + size))
@@ -336,3 +374,27 @@ def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
             plan = [*others, mine, steps.chunk(0, 0, 2 + start % 50)]
             found = steps.logits(*plan)[len(others)]
             assert torch.equal(found, wanted[mine.start : mine.end]), (page_size, size, start)
+
+
+RECORDED = ["llama-tied-mqa", "mistral-window", "gemma3", "phi3-long", "granite"]
+
+
+@pytest.mark.parametrize("name", [*RECORDED, "llama-biases", "qwen3-moe"])
+def test_steps_that_only_decode_are_recorded_with_the_same_bits(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Not those with operations of torch between the products: of experts, or that add a bias to
+    the residual."""
+    save(TINY_MODELS[name], tmp_path)
+    model = load_model(Checkpoint(tmp_path), read_architecture(tmp_path), dtype, "cpu")
+    steps = Steps(model, 4, dtype)
+    wanted = [steps.logits(steps.chunk(each, 0, 90))[0] for each in range(3)]
+    torch.set_num_threads(2)
+    steps = Steps(model, 4, dtype)
+    for at in range(90):
+        rows = [steps.chunk(each, at, at + 1) for each in range(1 + at // 5 % 3)]
+        for each in range(len(rows), 3):
+            steps.logits(steps.chunk(each, at, at + 1))
+        for found, of_prompt in zip(steps.logits(*rows), wanted, strict=False):
+            assert torch.equal(found[0], of_prompt[at]), at
+    assert bool(steps.recordings) == (name in RECORDED)

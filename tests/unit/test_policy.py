@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
+import numpy
 import pytest
 from snapshots import PrefillView, asked, cluster, decode, placed, prefill, where
 
 from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
 from baton.router.placement.placement import (
+    Column,
     LocalPrefill,
     Placement,
     Reason,
@@ -133,6 +136,30 @@ def test_a_decode_worker_brings_pages_back_while_the_prompt_is_computed() -> Non
     assert where(asked(slow, 1000)) == ("p0", "d0"), "hidden, and nothing to transfer"
     quick = cluster([prefill("p0", cached=992)], [keeps, has])
     assert where(asked(quick, 1000, local=LocalPrefill.NEVER)) == ("p0", "d1")
+
+
+@pytest.mark.parametrize("column", [list, numpy.array])
+@pytest.mark.parametrize(
+    ("pending", "tokens", "expected"),
+    [
+        # Longer than 300 others take to be computed, and than a step beside another request.
+        (300, 100, ("p1", "d1")),
+        # Hidden behind its own prompt from the decode worker, and shorter than the queue.
+        (500, 1000, ("p0", "d0")),
+    ],
+)
+def test_a_worker_that_has_the_adapter_is_preferred_for_what_a_load_takes(
+    pending: int, tokens: int, expected: tuple[str, str], column: Callable[..., Column]
+) -> None:
+    snapshot = cluster(
+        [prefill("p0")._replace(lacks_adapter=True), prefill("p1", pending)],
+        [decode("d0")._replace(lacks_adapter=True), decode("d1", 1)],
+        column,
+    )
+    assert where(asked(snapshot, tokens)) == expected
+    idle = [decode("d0")._replace(lacks_adapter=True), decode("d1")]
+    alone = cluster([], idle, column, local=LocalPrefill.ALWAYS)
+    assert where(asked(alone, tokens)) == ("", "d1")
 
 
 @pytest.mark.parametrize("strategy", [Strategy.LEAST_LOADED, Strategy.ROUND_ROBIN])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core.types import AttemptKey, Sampling, Work
+from baton.core.types import AttemptKey, Pooling, Sampling, Work
 from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
 from baton.engine.step import Plan
@@ -187,3 +187,26 @@ def test_a_chunk_is_shorter_where_pages_are_few() -> None:
     made = with_windows(60, pages=21, windows=(None, 9))
     ((_, count),) = shape(made.next())
     assert count == 20
+
+
+def names(sequences: list[PrefillSequence]) -> list[str]:
+    return [each.work.key.request_id for each in sequences]
+
+
+def test_inputs_of_the_embedding_model_are_computed_whole_and_together() -> None:
+    made = scheduler(25)
+    lengths = {"a": 4, "b": 6, "c": 1, "long": 30, "d": 2}
+    for name, length in lengths.items():
+        made.queue(replace(work(name, length), pooling=Pooling.ENCODER))
+    made.queue(replace(work("alone", 1), pooling=Pooling.ENCODER, alone=True))
+    made.queue(replace(work("early", 1), pooling=Pooling.ENCODER, priority=-1))
+    made.queue(replace(work("late", 1), pooling=Pooling.ENCODER, priority=1))
+    assert (made.waiting, made.queued_tokens) == (9, 25 + 43 + 3)
+    batches = []
+    while batch := made.next_inputs():
+        batches.append(names(batch))
+        for sequence in batch:
+            made.remove(sequence)
+    # A prompt of an earlier priority keeps the last one from being computed.
+    assert batches == [["early", "a"], ["b", "c"], ["long"], ["d"], ["alone"]]
+    assert [shape(made.next()), made.waiting] == [[("r0", 10)], 1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from waiting import until
 
-from baton.core.types import AttemptKey, Caching, FinishReason, Request, Sampling, Work
+from baton.core.types import Adapter, AttemptKey, Caching, FinishReason, Request, Sampling, Work
 from baton.router.answers.answer import CachedAnswer
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
 from baton.router.observe.metrics import RouterMetrics
@@ -47,6 +47,7 @@ WORK = Work(AttemptKey("id", 1), [1, 2, 3], Sampling(), 8, frozenset({0}))
         ({}, {"prompt_tokens": [1, 2, 4]}),
         ({}, {"prompt_tokens": [1, 2]}),
         ({}, {"max_tokens": 9}),
+        ({}, {"adapter": Adapter(b"digest", "/a")}),
         ({}, {"stop_token_ids": frozenset({0, 1})}),
         ({}, {"logprobs": 0}),
         ({}, {"prompt_logprobs": 0}),

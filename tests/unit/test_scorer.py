@@ -21,7 +21,7 @@ from baton.router.placement.placement import (
     Strategy,
 )
 from baton.router.placement.policy import choose
-from baton.router.placement.scorer import earliest_first_token
+from baton.router.placement.scorer import ADAPTER_SECONDS, earliest_first_token
 
 # Workers on devices of their own, and on shared hardware.
 APART = dataclasses.replace(Costs(), interfered=0.0)
@@ -47,6 +47,7 @@ def rows(draw: random.Random, prefill: int, decode: int) -> Rows:
             frozenset(name for name in names if draw.random() < 0.7),
             draw.random() < 0.9,
             *held(),
+            draw.random() < 0.5,
         )
         for index in range(prefill)
     ]
@@ -70,6 +71,7 @@ def rows(draw: random.Random, prefill: int, decode: int) -> Rows:
                 pending,
                 saved,
                 prefilling,
+                draw.random() < 0.5,
             )
         )
     more = {
@@ -105,6 +107,7 @@ def pair_cost(snapshot: Snapshot, prefill: PrefillView, decode: DecodeView) -> f
     cached, own = prefill.cached_tokens, -(-snapshot.prompt_tokens // size)
     compute = costs.prefill.seconds(snapshot.prompt_tokens - cached, cached)
     wait = costs.prefill.wait(prefill.pending_tokens, prefill.saved_tokens)
+    wait = max(wait, ADAPTER_SECONDS * prefill.lacks_adapter)
     workers = snapshot.decode
     columns = zip(workers.running, workers.pending_tokens, workers.prefilling, strict=True)
     beside = [
@@ -120,7 +123,8 @@ def pair_cost(snapshot: Snapshot, prefill: PrefillView, decode: DecodeView) -> f
     short = own > decode.free_pages + decode.cached_tokens // size
     room = costs.room_seconds(decode.waiting + short, decode.requests, decode.leased_pages)
     steps = costs.decode_seconds(snapshot.tokens_wanted, decode.requests, decode.leased_pages, own)
-    return wait + compute * (1 + share) + late + room + steps
+    load = max(0.0, ADAPTER_SECONDS * decode.lacks_adapter - compute)
+    return wait + compute * (1 + share) + late + load + room + steps
 
 
 @pytest.mark.parametrize("kind", [list, numpy.array], ids=["lists", "arrays"])

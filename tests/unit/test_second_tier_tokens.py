@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from engine_loop import answer
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
 from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
+from baton.engine.model_choice import KvDtype
 from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
 from baton.engine.tier_copies import Tier
@@ -25,6 +27,7 @@ ANSWER = 8
 LARGE = 1200
 SMALL = {"llama": 24, "mistral-window": 12, "qwen2-layer-types": 40}
 """Pages of pools: for everything; and by model, for the two longest requests."""
+PAGES: list[tuple[str, KvDtype]] = [*((name, "auto") for name in SMALL), ("llama", "int8")]
 WAKE_SECONDS = 10.0
 
 
@@ -39,6 +42,7 @@ def prompts() -> list[list[int]]:
 @dataclass
 class Oracle:
     folder: Path
+    kv_dtype: KvDtype
     answers: list[list[int]]
     page_bytes: int
     small: int  # pages
@@ -48,13 +52,17 @@ class Oracle:
         return CacheConfig(Size(rows * self.page_bytes), str(files or ""))
 
 
-@pytest.fixture(scope="module", params=SMALL)
+@pytest.fixture(scope="module", params=PAGES, ids="-".join)
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp("tiny")
-    model = save(TINY_MODELS[request.param], folder)
-    answers = [generate_with_transformers(model, each, ANSWER) for each in prompts()]
-    engine = Engine.load(folder, page_size=PAGE, kv_memory=1 << 20)
-    return Oracle(folder, answers, engine.kv[0].nbytes, SMALL[request.param])
+    name, kv_dtype = request.param
+    model = save(TINY_MODELS[name], folder)
+    engine = Engine.load(folder, page_size=PAGE, kv_memory=1 << 20, kv_dtype=kv_dtype)
+    if kv_dtype == "auto":
+        answers = [generate_with_transformers(model, each, ANSWER) for each in prompts()]
+    else:
+        answers = [answer(engine, each, ANSWER) for each in prompts()]
+    return Oracle(folder, kv_dtype, answers, engine.kv[0].nbytes, SMALL[name])
 
 
 class Server:
@@ -62,7 +70,9 @@ class Server:
 
     def __init__(self, oracle: Oracle, pages: int, cache: CacheConfig | None) -> None:
         kv_memory = pages * oracle.page_bytes
-        self.engine = Engine.load(oracle.folder, page_size=PAGE, kv_memory=kv_memory)
+        self.engine = Engine.load(
+            oracle.folder, page_size=PAGE, kv_memory=kv_memory, kv_dtype=oracle.kv_dtype
+        )
         assert self.engine.pool.total == pages
         self.pool = self.engine.pool
         self._woken = threading.Event()

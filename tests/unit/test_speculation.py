@@ -20,6 +20,7 @@ from baton.core.errors import InvalidConfig, InvalidGrammar
 from baton.core.types import AttemptKey, Sampling, Structure, Work
 from baton.decode_worker.speculation import Speculation
 from baton.engine.engine import Engine
+from baton.engine.model_choice import WeightQuantization
 from baton.engine.page_pool import PagePool
 from baton.engine.prompt_lookup import (
     MOST_KEPT,
@@ -87,6 +88,16 @@ def test_any_model_and_sampling_answers_as_without(
     compare(engine, asked)
     greedy = Loop(engine, Speculation()).answer(asked[:1])[0][0]
     assert greedy == generate_with_transformers(oracle, list(asked[0].prompt_tokens), ANSWER)
+
+
+def test_models_over_codes_answer_as_without(tmp_path: Path) -> None:
+    options: dict[str, WeightQuantization] = {"gemma2": "int8", "qwen3-moe": "none"}
+    for name, quantization in options.items():
+        save(TINY_MODELS[name], tmp_path / name)
+        engine = Engine.load(
+            tmp_path / name, kv_memory=4 << 20, kv_dtype="int8", quantization=quantization
+        )
+        compare(engine, works(SAMPLINGS))
 
 
 def test_stop_tokens_batch_limits_and_chunks_are_kept_to(tmp_path: Path) -> None:

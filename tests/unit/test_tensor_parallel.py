@@ -281,7 +281,7 @@ def summed(rank: int, meeting_point: Path) -> list[torch.Tensor]:
 
 
 def test_nccls_sum_of_three_parts_is_in_the_order_of_ranks(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with multiprocessing.get_context("fork").Pool(3) as pool:
         waiting = [pool.apply_async(summed, (rank, tmp_path / "meeting")) for rank in range(3)]
         found = [each.get(timeout=120) for each in waiting]
     parts = [rows for _, _, rows in found]

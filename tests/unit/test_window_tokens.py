@@ -4,9 +4,11 @@ the schedulers, page by page, given back and found again."""
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
+from engine_loop import answer
 from tiny_models import (
     TINY_MODELS,
     VOCABULARY,
@@ -19,6 +21,7 @@ from tiny_models import (
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
+from baton.engine.model_choice import KvDtype
 from baton.engine.page_groups import GroupedPool
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
@@ -40,12 +43,17 @@ SIZES = [(1, 7), (4, 32), (16, 5)]
 class Workers:
     """A prefill worker, and a decode worker with so many pages."""
 
-    def __init__(self, folder: Path, page_size: int, chunk: int, pages: int = 1000) -> None:
-        page = Engine.load(folder, page_size=page_size, kv_memory=1 << 20).kv[0].nbytes
-        self.prefill, self.decode = (
-            Engine.load(folder, page_size=page_size, kv_memory=count * page)
-            for count in (1000, pages)
-        )
+    def __init__(
+        self,
+        folder: Path,
+        page_size: int,
+        chunk: int,
+        pages: int = 1000,
+        kv_dtype: KvDtype = "auto",
+    ) -> None:
+        load = partial(Engine.load, folder, page_size=page_size, kv_dtype=kv_dtype)
+        page = load(kv_memory=1 << 20).kv[0].nbytes
+        self.prefill, self.decode = (load(kv_memory=count * page) for count in (1000, pages))
         for engine in (self.prefill, self.decode):
             engine.pool.root = b"root"
         self._chunk = chunk
@@ -124,6 +132,23 @@ def test_turns_of_a_conversation_answer_as_transformers_does(name: str, tmp_path
                 turn,
             )
             prompt += answer + second
+        assert workers.prefill.pool.cache.found > 0
+        workers.check_idle()
+
+
+def test_turns_of_a_conversation_in_codes_answer_as_one_engine_does(tmp_path: Path) -> None:
+    save(MODELS["gemma3"], tmp_path)
+    alone = Engine.load(tmp_path, kv_memory=16 << 20, kv_dtype="int8")
+    first, second = random_prompts(90, 21)
+    for page_size, chunk in SIZES:
+        workers, prompt = Workers(tmp_path, page_size, chunk, kv_dtype="int8"), list(first)
+        for turn in range(3):
+            sequence = workers.ask(str(turn), prompt)
+            while workers.step():
+                pass
+            found = sequence.tokens[len(prompt) :]
+            assert found == answer(alone, prompt, ANSWER), (page_size, turn)
+            prompt += found + second
         assert workers.prefill.pool.cache.found > 0
         workers.check_idle()
 

@@ -1,0 +1,49 @@
+"""LoRA adapters of tiny models, made and run by PEFT: the oracle."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+
+def save_adapter(
+    base: PreTrainedModel, folder: Path, *, seed: int = 0, **settings: object
+) -> PreTrainedModel:
+    """Writes an adapter with random weights, large enough to change most answers; returns the base
+    with it, as PEFT runs it."""
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ALL, **settings})
+    model = get_peft_model(copy.deepcopy(base), config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(str(folder))
+    return PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval()
+
+
+def change_adapter_config(folder: Path, **changes: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, **changes: Tensor | None) -> None:
+    """Replaces tensors by the ends of their names, with dots as underscores; None removes them."""
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for end, tensor in changes.items():
+        name = next(name for name in tensors if name.replace(".", "_").endswith(end))
+        del tensors[name]
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, file)

@@ -1,0 +1,135 @@
+"""What adapters add to products on a GPU, against the references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import kernel_reference as reference
+import numpy as np
+import pytest
+import torch
+from kernel_checks import assert_close, types_for
+from tiny_models import TINY_MODELS, save
+from torch import Tensor
+
+from baton.engine.architecture import read_architecture
+from baton.engine.checkpoint import Checkpoint
+from baton.engine.gpu.adapter_rows import StepAdapters, arrange_rows, tile_count
+from baton.engine.gpu.forward import Forward
+from baton.engine.gpu.numerics import Numerics
+from baton.engine.weights import load_model
+from baton.kernels.fp8 import Fp8Weight
+from baton.kernels.gpu import low_rank
+from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
+from baton.kernels.gpu.low_rank import AdapterStack, SlotRows, expand_onto, shrink
+from baton.kernels.gpu.norm import scale_rows
+from baton.kernels.linear import Activation, Linear
+
+SLOTS = 12
+MIXED = [2, -1, 0, 2, 1, 11, -1, 2, 5]
+HIDDEN, INNER = 136, 70
+
+
+class Step:
+    """Rows with adapters, and a layer of three modules, of two or of one."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, slots: list[int], rank: int = 16
+    ) -> None:
+        self.device, self.dtype, self.rank = device, dtype, rank
+        self._generator = torch.Generator().manual_seed(len(slots) + rank)
+        arrays = arrange_rows(np.array(slots, np.int32), tile_count(len(slots), SLOTS))
+        self.rows = SlotRows(*(torch.from_numpy(each).to(device) for each in arrays))
+
+    def random(self, *shape: int) -> Tensor:
+        values = torch.randn(shape, generator=self._generator) / shape[-1] ** 0.5
+        return values.to(self.device, self.dtype)
+
+    def stack(self, inputs: int, *ends: int) -> AdapterStack:
+        a = self.random(SLOTS, len(ends) * self.rank, inputs)
+        return AdapterStack(a, self.random(SLOTS, ends[-1], self.rank), ends)
+
+
+@pytest.mark.parametrize("rank", [16, 32, 256])
+def test_products_with_adapters_match_the_reference(device: torch.device, rank: int) -> None:
+    for dtype in types_for(device, torch.bfloat16):
+        step = Step(device, dtype, MIXED, rank)
+        residual, x = step.random(len(MIXED), HIDDEN), step.random(len(MIXED), INNER)
+        down, norm, bias = step.random(HIDDEN, INNER), step.random(HIDDEN), step.random(HIDDEN)
+        stack, summed = step.stack(INNER, HIDDEN), residual.clone()
+        shrunk, known = shrink(x, stack, step.rows), reference.shrink(x, stack, step.rows)
+        adapted = step.rows.slots >= 0
+        assert_close(shrunk.parts.sum(dim=0)[:, adapted], known.parts.sum(dim=0)[:, adapted])
+        found = few_rows_onto(x, down, residual, norm, 1e-5, bias, shrunk)
+        wanted = reference.few_rows_onto(x, down, summed, norm, 1e-5, bias, known)
+        assert_close(residual, summed)
+        assert_close(found.x, wanted.x)
+        qkv, qkv_bias = step.random(200, HIDDEN), step.random(200)
+        stack = step.stack(HIDDEN, 100, 150, 200)
+        shrunk, known = (each.shrink(found.x, stack, step.rows) for each in (low_rank, reference))
+        product = few_rows(found, qkv, qkv_bias, shrunk=shrunk)
+        assert_close(product, reference.few_rows(found, qkv, qkv_bias, shrunk=known))
+        gate_up = step.random(2 * INNER, HIDDEN)
+        for stack in (step.stack(HIDDEN, INNER, 2 * INNER), step.stack(HIDDEN, 2 * INNER)):
+            shrunk = shrink(found.x, stack, step.rows)
+            for gates in get_args(Activation):
+                assert_close(
+                    few_rows(found, gate_up, None, gates, shrunk=shrunk),
+                    reference.few_rows(found, gate_up, None, gates, shrunk),
+                )
+
+
+def test_a_product_of_many_rows_gets_what_adapters_add(device: torch.device) -> None:
+    slots = [0] * 40 + [-1] * 5 + [3] * 3 + [0] * 10 + MIXED
+    for dtype in types_for(device, torch.bfloat16):
+        step = Step(device, dtype, slots)
+        x, product = step.random(len(slots), 700), step.random(len(slots), 200)
+        stack, known = step.stack(700, 90, 150, 200), product.clone()
+        expand_onto(product, shrink(x, stack, step.rows))
+        reference.expand_onto(known, reference.shrink(x, stack, step.rows))
+        assert_close(product, known)
+
+
+def test_rows_have_the_same_bits_in_any_company(device: torch.device) -> None:
+    """Alone, among others, and where the product is made first; without an adapter as without
+    any."""
+    for dtype in types_for(device, torch.bfloat16):
+        step = Step(device, dtype, MIXED)
+        source = scale_rows(step.random(len(MIXED), HIDDEN), step.random(HIDDEN), 1e-5)
+        weight, stack = step.random(200, HIDDEN), step.stack(HIDDEN, 90, 150, 200)
+        together = few_rows(source, weight, shrunk=shrink(source.x, stack, step.rows))
+        plain = few_rows(source, weight)
+        product = few_rows_alone(source.x, weight)
+        expand_onto(product, shrink(source.x, stack, step.rows))
+        settled = reference.settled(product, source, None)
+        assert_close(together, settled.to(dtype))
+        for row, slot in enumerate(MIXED):
+            alone = Step(device, dtype, [slot]).rows
+            mine = source.rows(torch.tensor([row], device=device))
+            found = few_rows(mine, weight, shrunk=shrink(mine.x, stack, alone))
+            assert torch.equal(found[0], together[row])
+            assert torch.equal(together[row], plain[row]) == (slot < 0)
+
+
+@pytest.mark.parametrize("slots", [MIXED, [0] * 36 + MIXED], ids=len)
+def test_adapters_add_to_quantized_products_of_one_tile_and_of_more(
+    device: torch.device, slots: list[int], tmp_path: Path
+) -> None:
+    """In FP8 a product of more rows than a tile has the sum and the norm inside, too."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    save(TINY_MODELS["llama"], tmp_path)
+    model = load_model(Checkpoint(tmp_path), read_architecture(tmp_path), dtype, str(device))
+    step, rows = Step(device, dtype, slots), len(slots)
+    linear, stack = Linear(step.random(HIDDEN, 128)), step.stack(128, HIDDEN)
+    residual, x, norm = step.random(rows, HIDDEN), step.random(rows, 128), step.random(HIDDEN)
+    linear.quantize("fp8")
+    assert isinstance(linear.kept, Fp8Weight)
+    product = few_rows_alone(x, linear.kept)
+    reference.expand_onto(product, reference.shrink(x, stack, step.rows))
+    summed = residual.clone()
+    wanted = reference.scale_rows(summed, norm, model.architecture.norm_epsilon, product[None])
+    adapters = StepAdapters({linear: stack}, step.rows, step.rows)
+    found = Forward(model, Numerics.INVARIANT)._onto(residual, linear, x, norm, None, adapters)
+    assert_close(residual, summed)
+    assert_close(found.x, wanted.x)
