@@ -2,8 +2,9 @@
 
     python -m bench.engine [--model FOLDER] [--rows ttft-128 decode ...] [--skip-transformers]
     python -m bench.engine --quantization int8 [--dtype bfloat16] [--repeats 3] [--cpu-time]
+    python -m bench.engine --kv-dtype int8
 
-The second form compares a quantized model with the same one as it is, row by row in turn.
+The others compare a quantized model, or pages, with the same as they are, row by row in turn.
 
 Prompts are random tokens; answers are greedy and never end early. `decode` is
 one stream after a prompt of 128 tokens. The batch rows count the tokens of all
@@ -41,21 +42,27 @@ class Ours:
     """The engine under the simplest scheduler: prompts first, then all answers together."""
 
     def __init__(self, folder: Path, threads: int, chunk: int, **options: Any) -> None:
-        self._engine = Engine.load(folder, threads=threads, kv_memory=1 << 30, **options)
+        self.engine = Engine.load(folder, threads=threads, kv_memory=1 << 30, **options)
         self._chunk = chunk
 
     def generate(self, prompts: Prompts, count: int) -> None:
-        sequences = [self._sequence(prompt, count) for prompt in prompts]
-        while plan := self._next(sequences, count):
-            for sequence, token in zip(plan, self._engine.step(plan), strict=True):
-                if isinstance(token, int):
-                    sequence.append(token)
+        sequences = [self.sequence(prompt, count) for prompt in prompts]
+        while self.step(sequences, count):
+            pass
         for sequence in sequences:
             sequence.lease.release()
 
-    def _sequence(self, prompt: list[int], count: int) -> Sequence:
+    def step(self, sequences: list[Sequence], count: int) -> Plan:
+        """One step towards `count` tokens each; what it ran."""
+        plan = self._next(sequences, count)
+        for sequence, token in zip(plan, self.engine.step(plan) if plan else (), strict=True):
+            if isinstance(token, int):
+                sequence.append(token)
+        return plan
+
+    def sequence(self, prompt: list[int], count: int) -> Sequence:
         work = Work(AttemptKey("bench", 0), prompt, Sampling(), count, frozenset())
-        pool = self._engine.pool
+        pool = self.engine.pool
         pages = pool.pages_for(len(prompt) + count)
         lease = pool.acquire(pages)
         lease.cover(pages)
@@ -190,6 +197,7 @@ def main() -> None:
     parser.add_argument("--skip-transformers", action="store_true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--quantization", choices=["none", "int8"], default="none")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8"], default="auto")
     parser.add_argument("--repeats", type=int, default=1, help="the best of so many is shown")
     parser.add_argument(
         "--cpu-time", action="store_true", help="of all threads, where others use the cores too"
@@ -201,12 +209,13 @@ def main() -> None:
     folder = model_store.locate(options.model)
     load = partial(Ours, folder, options.threads, options.chunk, dtype=options.dtype)
     generators: dict[str, Generator] = {}
-    if options.quantization != "none":
+    quantized = options.quantization != "none" or options.kv_dtype != "auto"
+    if quantized:
         generators[options.dtype] = load()
     elif not options.skip_transformers:
         generators["transformers"] = Transformers(folder, options.threads)
-    title = "baton" if options.quantization == "none" else options.quantization
-    generators[title] = load(quantization=options.quantization)
+    title = "int8" if quantized else "baton"
+    generators[title] = load(quantization=options.quantization, kv_dtype=options.kv_dtype)
     found = run(generators, options.rows, options.repeats)
     print_table(list(generators), options.rows, found)
 

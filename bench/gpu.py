@@ -1,7 +1,7 @@
 """One engine on one GPU: time to first token, decode steps, throughput, against the hardware.
 
     python -m bench.gpu [--config CONFIG_JSON ... | --all] [--rows ttft decode batch busy]
-                        [--numerics ...]
+                        [--numerics ...] [--quantization fp8]
 
 Needs a GPU, torch and triton; no weights, no network, no ray. The model has the
 shape of the config (Llama 3.1 8B's by default, all of bench/configs with --all) and random
@@ -29,22 +29,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from baton.core.types import AttemptKey, Sampling, Work
+from baton.core.types import Adapter, AttemptKey, Sampling, Work
 from baton.engine.architecture import parse_architecture
+from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
+from baton.engine.model_choice import WeightQuantization
 from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Plan
 from baton.engine.weights import load_model
 from baton.kernels.experts import MLP, Experts
+from baton.kernels.fp8 import FP8
 from baton.kernels.linear import GatedLinear, Linear
 from bench.vllm_figures import VLLM
 
@@ -59,10 +63,17 @@ KV_TOKENS = 180_000
 class Bench:
     """An engine without a worker, and the simplest loop that keeps it busy."""
 
-    def __init__(self, model: Model, kv: Tensor, numerics: Numerics) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: Tensor,
+        numerics: Numerics,
+        adapters: AdapterSlots | None = None,
+        max_batch: int = MAX_BATCH,
+    ) -> None:
         self.model = model
         self.pool = make_pool(len(kv), PAGE_SIZE, model.architecture.slices.windows)
-        self.runner = GpuRunner(model, kv, CONTEXT, MAX_BATCH, None, numerics)
+        self.runner = GpuRunner(model, kv, CONTEXT, max_batch, None, numerics, adapters=adapters)
         began = time.perf_counter()
         with self.runner.compiling():
             pass
@@ -71,11 +82,16 @@ class Bench:
         times = f"{compiled - began:.1f} s, recorded in {time.perf_counter() - compiled:.1f} s"
         print(f"{numerics}: kernels compiled in {times}", flush=True)
 
-    def generate(self, prompts: list[list[int]], count: int) -> float:
-        """Answers all prompts with `count` tokens each; the seconds it took."""
+    def generate(
+        self, prompts: list[list[int]], count: int, adapters: list[Adapter] | None = None
+    ) -> float:
+        """Answers all prompts with `count` tokens each, by their adapters; the seconds it took."""
         torch.cuda.synchronize()
         began = time.perf_counter()
-        sequences = [self._submit(prompt, count) for prompt in prompts]
+        sequences = [
+            self._submit(prompt, count, adapter)
+            for prompt, adapter in zip_longest(prompts, adapters or [])
+        ]
         flights: deque[tuple[Plan, InFlightStep]] = deque()
         while plan := self._next(sequences, count):
             flights.append((plan, self.runner.launch(plan)))
@@ -89,8 +105,9 @@ class Bench:
             sequence.lease.release()
         return took
 
-    def _submit(self, prompt: list[int], count: int) -> Sequence:
-        work = Work(AttemptKey("bench", 0), prompt, Sampling(), count, frozenset())
+    def _submit(self, prompt: list[int], count: int, adapter: Adapter | None) -> Sequence:
+        key = AttemptKey("bench", 0)
+        work = Work(key, prompt, Sampling(), count, frozenset(), adapter=adapter)
         pages = self.pool.pages_for(len(prompt) + count)
         lease = self.pool.acquire(pages)
         lease.cover(pages)
@@ -242,13 +259,19 @@ class Floors:
 
 
 _inputs: dict[tuple[int, int], Tensor] = {}
+_inputs_in_fp8: dict[tuple[int, int], Tensor] = {}
 
 
 def _product(linear: Linear | GatedLinear, rows: int) -> None:
-    size = (rows, linear.weight.shape[1])
+    weight = linear.kept
+    size = (rows, weight.shape[1])
     if size not in _inputs:
         _inputs[size] = torch.randn(size, dtype=torch.bfloat16, device="cuda")
-    torch.mm(_inputs[size], linear.weight.t())
+    if isinstance(weight, Tensor):
+        torch.mm(_inputs[size], weight.t())
+    else:  # with one scale, which is the library's fastest
+        codes, one = _codes(size), weight.scales[0]
+        torch._scaled_mm(codes, weight.codes.t(), one, one, out_dtype=torch.bfloat16)
 
 
 def _feed_forward(mlp: MLP | Experts, rows: int) -> None:
@@ -264,6 +287,12 @@ def _feed_forward(mlp: MLP | Experts, rows: int) -> None:
     for weight in (mlp.gate_up, mlp.down):
         _batched(weight[:used], -(-rows * routing.top_k // used))
         _batched(weight[routing.experts :], rows)
+
+
+def _codes(size: tuple[int, int]) -> Tensor:
+    if size not in _inputs_in_fp8:
+        _inputs_in_fp8[size] = _inputs[size].to(FP8)
+    return _inputs_in_fp8[size]
 
 
 _batches: dict[tuple[int, int, int], Tensor] = {}
@@ -334,21 +363,27 @@ def main() -> None:
     parser.add_argument(
         "--numerics", nargs="+", choices=list(Numerics), type=Numerics, default=list(Numerics)
     )
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
     options = parser.parse_args()
     for config in sorted(CONFIGS.glob("*.json")) if options.all else options.config:
-        print_shape(config, options.numerics, options.rows)
+        print_shape(config, options.numerics, options.rows, options.quantization)
         gc.collect()  # runners and their recordings know each other
         torch.cuda.empty_cache()
 
 
-def print_shape(config: Path, numerics: list[Numerics], rows: list[str]) -> None:
-    shape, others = parse_architecture(config), VLLM.get(config.stem, {})
-    model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
+def print_shape(
+    config: Path, numerics: list[Numerics], rows: list[str], quantization: WeightQuantization
+) -> None:
+    name = config.stem if quantization == "none" else f"{config.stem} in {quantization}"
+    shape, others = parse_architecture(config), VLLM.get(name, {})
+    model = load_model(
+        RandomTensors("cuda"), shape, torch.bfloat16, "cuda", quantization=quantization
+    )
     pages = KV_TOKENS // PAGE_SIZE * len(shape.slices.windows)
     kv = torch.zeros(shape.pages_shape(pages, PAGE_SIZE), dtype=torch.bfloat16, device="cuda")
     benches = [Bench(model, kv, each) for each in numerics]
     floors = Floors(model)
-    heads = [f"{config.stem:<32}", *(f"{each:>11}" for each in numerics)]
+    heads = [f"{name:<32}", *(f"{each:>11}" for each in numerics)]
     heads.append(f"{'ratio':>8}" if len(benches) > 1 else "")
     print("".join(heads) + f"{'floor':>10}{'ratio':>8}{'vLLM':>10}{'x as fast':>10}")
     for name in rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import struct
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -30,6 +31,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 LOAD_SECONDS = 0.2
 CONTEXT_LENGTH = 8192
+EMBEDDING = struct.pack("<2f", 3.0, 4.0)
 
 
 @dataclass(slots=True)
@@ -126,6 +128,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 epoch=work.epoch,
                 token=self._pace.token,
                 finish_reason=_finish(work.max_tokens - 1),
+                embedding=EMBEDDING if work.pooling else b"",
             )
         )
 

@@ -1,6 +1,7 @@
 """What a model loses by the way it is kept: against itself in float32, on a fixed text.
 
     python -m bench.quality [--model FOLDER] [--dtype bfloat16] [--quantization int8]
+        [--kv-dtype int8]
 
 Both predict the same text (engine/quality.txt), each token from the true ones before it. The table
 has, by depth, the perplexity and how much it changes, the mean and 99.9th percentile of the changes
@@ -39,10 +40,11 @@ def main() -> None:
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a folder or a GGUF file")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--quantization", choices=["none", "int8"], default="none")
+    parser.add_argument("--quantization", choices=["none", "int8", "fp8"], default="none")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8"], default="auto")
     options = parser.parse_args()
     folder = model_store.locate(options.model)
-    kept = {"dtype": options.dtype, "quantization": options.quantization}
+    kept = {name: getattr(options, name) for name in ("dtype", "quantization", "kv_dtype")}
     print_table(measure(folder, options.device, **kept))
 
 

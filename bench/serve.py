@@ -1,6 +1,6 @@
 """The whole cluster against one engine alone, on the same cores: what disaggregation costs.
 
-    python -m bench.serve [--model FOLDER] [--repeats 3]
+    python -m bench.serve [--model FOLDER] [--repeats 3] [--kv-dtype int8]
 
 Starts a cluster on Ray (router, one prefill worker, one decode worker) and one
 engine in a process of its own, and measures them in turn, row by row, so that
@@ -33,10 +33,11 @@ THREADS = 2
 class AloneEngine:
     """bench.engine's engine, in its own process."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, kv_dtype: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        process = context.Process(target=_serve_engine, args=(model, other), daemon=True)
+        asked = (model, kv_dtype, other)
+        process = context.Process(target=_serve_engine, args=asked, daemon=True)
         process.start()
         self.seconds(random_prompts(2, 64), 4)
 
@@ -49,8 +50,8 @@ class AloneEngine:
         self._pipe.send(None)
 
 
-def _serve_engine(model: str, pipe: Connection) -> None:
-    engine = Ours(model_store.locate(model), THREADS, CHUNK)
+def _serve_engine(model: str, kv_dtype: str, pipe: Connection) -> None:
+    engine = Ours(model_store.locate(model), THREADS, CHUNK, kv_dtype=kv_dtype)
     while (asked := pipe.recv()) is not None:
         prompts, count = asked
         began = time.perf_counter()
@@ -178,10 +179,12 @@ def _scrape(address: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="of each row; 0: the transfer alone")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8"], default="auto")
     options = parser.parse_args()
     config = Config(
         model=options.model,
+        kv_dtype=options.kv_dtype,
         prefix_cache=False,  # every row asks the same prompts again
         router=RouterConfig(port=0, http_port=0, metrics_port=0, local_prefill="fallback"),
     )
@@ -189,9 +192,10 @@ def main() -> None:
     try:
         router, *_ = routers(live.start())
         cluster = WholeCluster(router.address)
-        engine = AloneEngine(options.model)
-        print_rows(rows(engine, cluster), options.repeats)
-        engine.stop()
+        if options.repeats:
+            engine = AloneEngine(options.model, options.kv_dtype)
+            print_rows(rows(engine, cluster), options.repeats)
+            engine.stop()
         print_transfer(cluster, lambda: _scrape(router.metrics))
     finally:
         live.stop()

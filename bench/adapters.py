@@ -1,0 +1,134 @@
+"""LoRA adapters on one GPU: what they add to steps, and what a load takes.
+
+    python -m bench.adapters [--config CONFIG_JSON] [--rank 16]
+
+Needs a GPU, torch, triton and safetensors. The model has the config's shape (Llama 3.1 8B's by
+default) and random bfloat16 weights; so have the adapters, in all linear layers. Times are those of
+bench.gpu; the base's are of the same runner, in steps without an adapter. A load reads a folder
+whose files are in the page cache, checks its digest and copies it; a later one copies it from host
+memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, find_adapter
+from baton.core.types import Adapter
+from baton.engine.adapter_weights import places_of
+from baton.engine.architecture import parse_architecture
+from baton.engine.gpu.adapter_slots import AdapterSlots
+from baton.engine.gpu.device import AdapterRoom
+from baton.engine.gpu.numerics import Numerics
+from baton.engine.model import Model
+from baton.engine.random_tensors import RandomTensors
+from baton.engine.weights import load_model
+from bench.gpu import CONFIGS, PAGE_SIZE, Bench, prompts_of
+from bench.timing import median_seconds
+
+SLOTS, TOKENS, MAX_BATCH, TRIES = 16, 60_000, 64, 5
+STEPS = ((1, 1, 512), (32, 1, 512), (32, 8, 512), (32, 16, 512), (64, 8, 512))
+"""Rows of a decode step, different adapters among them, and context."""
+PROMPTS = (512, 2048)
+
+
+def write_adapter(model: Model, folder: Path, rank: int) -> None:
+    tensors = {}
+    for place in places_of(model):
+        name = f"base_model.model.{place.module}.lora_"
+        tensors[f"{name}A.weight"] = torch.randn(rank, place.layer.weight.shape[1])
+        tensors[f"{name}B.weight"] = torch.randn(place.outputs, rank) / 100
+    save_file({name: each.bfloat16() for name, each in tensors.items()}, folder / WEIGHTS_FILE)
+    modules = sorted({place.module.rsplit(".", 1)[1] for place in places_of(model)})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+
+
+def loads(slots: AdapterSlots, adapter: Adapter) -> Iterator[tuple[str, float]]:
+    """Of a folder and of host memory; leaves the adapter there and in no slot."""
+
+    def load() -> None:
+        slots.add_adapter(adapter, slots.load_adapter(adapter))
+        torch.cuda.synchronize()
+        slots.drop_adapter(adapter.digest)
+
+    began = time.perf_counter()
+    load()
+    yield "first load of a folder", time.perf_counter() - began
+    slots._host.clear()
+    began = time.perf_counter()
+    load()
+    yield "load of a folder", time.perf_counter() - began
+    yield "load from host memory", median_seconds(load, TRIES)
+
+
+def fill(slots: AdapterSlots, weights: torch.Tensor) -> list[Adapter]:
+    """As many adapters as there are slots."""
+    adapters = [Adapter(bytes([number]), "") for number in range(slots.count)]
+    for adapter in adapters:
+        slots.add_adapter(adapter, weights)
+    return adapters
+
+
+def step_seconds(bench: Bench, rows: int, context: int, adapters: list[Adapter] | None) -> float:
+    prompts = prompts_of(bench, rows, context)
+    bench.generate(prompts, 2, adapters)
+    short = min(bench.generate(prompts, 2, adapters) for _ in range(3))
+    long = min(bench.generate(prompts, 130, adapters) for _ in range(3))
+    return (long - short) / 128
+
+
+def prompt_seconds(bench: Bench, length: int, adapters: list[Adapter] | None) -> float:
+    prompts = prompts_of(bench, 1, length)
+    bench.generate(prompts, 1, adapters)
+    return statistics.median(bench.generate(prompts, 1, adapters) for _ in range(9))
+
+
+def print_steps(bench: Bench, adapters: list[Adapter]) -> None:
+    print(f"{'':<36}{'base':>10}{'adapters':>10}{'ratio':>8}")
+    for rows, different, context in STEPS:
+        chosen = [adapters[row % different] for row in range(rows)]
+        base, mixed = (step_seconds(bench, rows, context, each) for each in (None, chosen))
+        print_row(f"step {rows} x {context}, {different} adapters", base, mixed)
+    for length in PROMPTS:
+        base, mixed = (prompt_seconds(bench, length, each) for each in (None, adapters[:1]))
+        print_row(f"prompt of {length:,}", base, mixed)
+
+
+def print_row(title: str, base: float, mixed: float) -> None:
+    cells = f"{base * 1e3:>10.2f}{mixed * 1e3:>10.2f}{mixed / base:>8.3f}"
+    print(f"{title:<36}{cells}  ms", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--config", type=Path, default=CONFIGS / "llama-3.1-8b.json")
+    parser.add_argument("--rank", type=int, default=16)
+    options = parser.parse_args()
+    shape = parse_architecture(options.config)
+    model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
+    pages = TOKENS // PAGE_SIZE * len(shape.slices.windows)
+    kv = torch.zeros(shape.pages_shape(pages, PAGE_SIZE), dtype=torch.bfloat16, device="cuda")
+    slots = AdapterSlots(model, AdapterRoom(SLOTS, options.rank, 2**31))
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter(model, Path(folder), options.rank)
+        adapter = find_adapter(folder)
+        for what, seconds in loads(slots, adapter):
+            print(f"{what:<36}{seconds * 1e3:>10.1f}  ms")
+        weights = slots.load_adapter(adapter)
+    print(f"{'an adapter':<36}{weights.nbytes / 1e6:>10.1f}  MB")
+    bench = Bench(model, kv, Numerics.INVARIANT, slots, MAX_BATCH)
+    print_steps(bench, fill(slots, weights))
+
+
+if __name__ == "__main__":
+    main()
