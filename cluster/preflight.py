@@ -40,6 +40,8 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "int8": 1}
 
 # Above those of Ray's workers, below those that Linux gives to connections.
 _FREE_PORTS = range(24_000, 32_768)
+# Sockets without a port of their own; the kernel closes them with the process.
+_reservations: list[socket.socket] = []
 
 # Of sums of GPU shares.
 _ROUNDING = 1e-6
@@ -237,11 +239,24 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on, outside the ranges from which ports are assigned."""
+    """A port that nobody listens on, outside the ranges from which ports are assigned.
+
+    It is reserved until this process ends: whoever shall listen on it may take long to start.
+    """
     for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):
-        with contextlib.suppress(OSError), _listen(host, port):
-            return port
+        with contextlib.suppress(OSError):
+            reservation = _reserve(port)
+            with _listen(host, port):
+                _reservations.append(reservation)
+                return port
     raise Unavailable(f"no port of {host} from {_FREE_PORTS[0]} to {_FREE_PORTS[-1]} is free")
+
+
+def _reserve(port: int) -> socket.socket:
+    """Raises OSError if a process of this network namespace has reserved the port."""
+    reservation = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    reservation.bind(f"\0baton-port-{port}")
+    return reservation
 
 
 def check_ray(address: str) -> None:

@@ -114,7 +114,8 @@ async def is_lost(client: AsyncClient, name: str) -> bool:
 async def test_a_clients_deadline_holds_over_all_attempts(tiny: Path, tmp_path: Path) -> None:
     with ProcessCluster(tiny, tmp_path, tree=tree(placement_timeout=60.0)) as cluster:
         async with AsyncClient(cluster.address) as client:
-            stream = client.stream(PROMPT, **{**OPTIONS, "timeout": 2.0})
+            await client.generate(PROMPT, max_tokens=2)  # connects the workers
+            stream = client.stream(PROMPT, **{**OPTIONS, "timeout": 4.0})
             await read_some(stream, 3)
             cluster.workers.pop("decode-0").kill()
             with pytest.raises(baton.DeadlineExceeded):
