@@ -33,6 +33,10 @@ def add(
         0, min=-MAX_PRIORITY, max=MAX_PRIORITY, help="The least of its requests: none goes before."
     ),
     admin: bool = Option(False, "--admin", help="May also drain workers and see others' requests."),
+    model: list[str] | None = Option(
+        None,
+        help="A model or adapter that it may use, such as 'acme/*'. Repeatable. (default: all)",
+    ),
     file: File = DEFAULT_FILE,
     as_json: AsJson = False,
 ) -> None:
@@ -40,7 +44,14 @@ def add(
     known = _known(file)
     if any(key.name == name for key in known):
         raise InvalidConfig(f"{file} has a key called {name} already")
-    secret, key = make_key(name, rate=rate, concurrency=concurrency, priority=priority, admin=admin)
+    secret, key = make_key(
+        name,
+        rate=rate,
+        concurrency=concurrency,
+        priority=priority,
+        admin=admin,
+        models=model or (),
+    )
     write_keys(file, [*known, key])
     print_result({"key": secret, **_fields(key)}, secret, as_json)
     note(f"{name} is in {file}; serve with --keys {file}")
@@ -74,7 +85,7 @@ def _known(file: Path) -> list[ApiKey]:
 
 
 def _fields(key: ApiKey) -> dict[str, object]:
-    """Without the digest. 0 sets no limit."""
+    """Without the digest. 0 sets no limit, nor does an empty list."""
     return {name: value for name, value in asdict(key).items() if name != "digest"}
 
 
@@ -84,6 +95,7 @@ def _described(key: ApiKey) -> str:
         f"{key.concurrency} answers at once" if key.concurrency else "",
         f"priority {key.priority} or later" if key.priority else "",
         "admin" if key.admin else "",
+        f"only {' '.join(key.models)}" if key.models else "",
     ]
     return f"{key.name:<20} {', '.join(filter(None, limits)) or 'no limits'}"
 

@@ -10,7 +10,9 @@ import hashlib
 import math
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import yaml
@@ -38,6 +40,12 @@ class ApiKey:
     priority: int = 0
     # Whether it may drain workers and see others' requests.
     admin: bool = False
+    # Names of the models and adapters that it may use, where * stands for anything; empty sets no
+    # limit.
+    models: tuple[str, ...] = ()
+
+    def may_use(self, model: str) -> bool:
+        return not self.models or any(fnmatchcase(model, each) for each in self.models)
 
 
 def make_key(
@@ -47,10 +55,12 @@ def make_key(
     concurrency: int = 0,
     priority: int = 0,
     admin: bool = False,
+    models: Iterable[str] = (),
 ) -> tuple[str, ApiKey]:
     """A new key, and its entry."""
     secret = PREFIX + secrets.token_urlsafe(32)
-    return secret, _checked(ApiKey(name, digest_of(secret), rate, concurrency, priority, admin))
+    digest, names = digest_of(secret), tuple(models)
+    return secret, _checked(ApiKey(name, digest, rate, concurrency, priority, admin, names))
 
 
 def digest_of(secret: str) -> str:
@@ -85,7 +95,10 @@ def _read_key(item: object, path: Path) -> ApiKey:
     known = {field.name for field in fields(ApiKey)}
     if not isinstance(item, dict) or not {"name", "digest"} <= item.keys() <= known:
         raise InvalidConfig(f"each key in {path} must have {', '.join(sorted(known))}")
-    return _checked(ApiKey(**item))
+    models = item.get("models", [])
+    if not isinstance(models, list):
+        raise InvalidConfig(f"the models of a key in {path} must be a list of names")
+    return _checked(ApiKey(**{**item, "models": tuple(models)}))
 
 
 def _checked(key: ApiKey) -> ApiKey:
@@ -102,4 +115,6 @@ def _checked(key: ApiKey) -> ApiKey:
         raise InvalidConfig(f"the priority of key {name} must be {-MAX_PRIORITY} to {MAX_PRIORITY}")
     if type(key.admin) is not bool:
         raise InvalidConfig(f"admin of key {name} must be true or false")
+    if not all(isinstance(each, str) and each for each in key.models):
+        raise InvalidConfig(f"the models of key {name} must be names")
     return key

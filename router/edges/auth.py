@@ -16,7 +16,13 @@ from pathlib import Path
 
 from baton.core.api_keys import ApiKey, digest_of, read_keys
 from baton.core.bounds import MAX_PRIORITY
-from baton.core.errors import InvalidConfig, InvalidRequest, RateLimited, Unauthenticated
+from baton.core.errors import (
+    InvalidConfig,
+    InvalidRequest,
+    PermissionDenied,
+    RateLimited,
+    Unauthenticated,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +46,15 @@ class Caller:
     def priority(self, asked: int) -> int:
         """No request of the key goes before its own."""
         return max(asked, self.key.priority)
+
+    def check_model(self, model: str) -> None:
+        """Raises PermissionDenied for a name that the key may not use, whether it is served or not:
+        a key learns nothing about others' adapters."""
+        if not self.key.may_use(model):
+            allowed = ", ".join(map(repr, self.key.models))
+            raise PermissionDenied(
+                f"this API key may not use the model {model!r}, only {allowed}", field="model"
+            )
 
     def salt(self, cache_salt: str) -> str:
         """Scopes a cache salt to the key, so that keys share no cached pages. No key name has a

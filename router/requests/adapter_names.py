@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from baton.core.adapter_config import check_folder, find_adapter
@@ -48,13 +48,13 @@ class AdapterNames:
         else:
             self.served.pop(name, None)
 
-    def find(self, name: str) -> Adapter | None:
-        """None for the model itself."""
+    def find(self, name: str, shown: Callable[[str], bool] = lambda _: True) -> Adapter | None:
+        """None for the model itself. An unknown name's error lists those that may be shown."""
         if name in ("", self._model):
             return None
         if adapter := self.served.get(name):
             return adapter
-        served = ", ".join(map(repr, (self._model, *self.served)))
+        served = ", ".join(map(repr, filter(shown, (self._model, *self.served))))
         raise UnknownModel(
             f"there is no model {name!r} here; this cluster serves {served}", field="model"
         )

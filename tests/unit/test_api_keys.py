@@ -26,7 +26,9 @@ def bearer(secret: str) -> str:
 
 
 def test_a_file_keeps_a_keys_limits_and_not_the_key(file: Path) -> None:
-    secret, key = make_key("alice", rate=2.5, concurrency=3, priority=7, admin=True)
+    secret, key = make_key(
+        "alice", rate=2.5, concurrency=3, priority=7, admin=True, models=["sql", "acme/*"]
+    )
     write_keys(file, [key])
     assert read_keys(file) == [key]
     assert secret not in file.read_text()
@@ -105,6 +107,9 @@ def test_a_broken_file_leaves_the_keys_as_they_were(
         "[{name: alice, digest: " + "0" * 64 + ", priority: 1001}]",
         "[{name: alice, digest: " + "0" * 64 + ", admin: 1}]",
         "[{name: alice, digest: " + "0" * 64 + ", speed: 1}]",
+        "[{name: alice, digest: " + "0" * 64 + ", models: sql}]",
+        "[{name: alice, digest: " + "0" * 64 + ", models: [1]}]",
+        "[{name: alice, digest: " + "0" * 64 + ", models: ['']}]",
         "[{name: a, digest: " + "0" * 64 + "}, {name: a, digest: " + "1" * 64 + "}]",
     ],
 )
@@ -118,6 +123,24 @@ def test_salts_of_two_keys_differ() -> None:
     alice, bob = Caller(make_key("alice")[1]), Caller(make_key("bob")[1])
     assert alice.salt("bob:") != bob.salt("")
     assert alice.salt("") != bob.salt("")
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "allowed"),
+    [
+        ([], "sql", True),
+        (["sql"], "sql", True),
+        (["sql"], "sql2", False),
+        (["sql"], "", False),
+        (["acme/*", "sql"], "acme/one", True),
+        (["acme/*", "sql"], "acme", False),
+        (["*"], "sql", True),
+        (["a*e"], "Ace", False),
+    ],
+)
+def test_a_key_limits_models(models: list[str], name: str, allowed: bool) -> None:
+    key = make_key("alice", models=models)[1]
+    assert key.may_use(name) is allowed
 
 
 def test_a_key_limits_concurrent_answers() -> None:
@@ -155,16 +178,18 @@ def test_the_command_adds_lists_and_removes_keys(file: Path) -> None:
         result = CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
         return result.exit_code, result.stdout, result.stderr
 
-    code, secret, _ = run("add", "alice", "--rate", "5", "--concurrency", "2")
+    models = ("--model", "sql", "--model", "acme/*")
+    code, secret, _ = run("add", "alice", "--rate", "5", "--concurrency", "2", *models)
     assert code == 0
     assert KeyRing(str(file)).caller(bearer(secret.strip())).key.name == "alice"
     assert run("add", "alice")[0] == 1
     code, listed, _ = run("list")
     assert (code, listed.split()[0]) == (0, "alice")
-    assert "5 calls a second, 2 answers at once" in listed
+    assert "5 calls a second, 2 answers at once, only sql acme/*" in listed
     assert secret.strip() not in listed
+    limits = {"rate": 5.0, "concurrency": 2, "priority": 0, "admin": False}
     assert json.loads(run("list", "--json")[1]) == [
-        {"name": "alice", "rate": 5.0, "concurrency": 2, "priority": 0, "admin": False}
+        {"name": "alice", **limits, "models": ["sql", "acme/*"]}
     ]
     code, told, _ = run("remove", "alice", "--json")
     assert (code, json.loads(told)) == (0, {"name": "alice", "removed": True})

@@ -13,7 +13,7 @@ from baton.router.answers.answer_events import AnswerDelta, AnswerEvent
 from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.grpc.open_tensors import INPUTS, OUTPUTS, InferCall, add_output
-from baton.router.edges.grpc.servicers import prepare
+from baton.router.edges.grpc.servicers import caller_of, prepare
 from baton.rpc import Context, public_error, unary
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import open_inference_pb2 as oip
@@ -40,8 +40,10 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         return oip.ServerReadyResponse(ready=self._ready)
 
     @unary
-    async def ModelReady(self, message: oip.ModelReadyRequest) -> oip.ModelReadyResponse:
-        self._check(message.name, message.version)
+    async def ModelReady(
+        self, message: oip.ModelReadyRequest, context: Context
+    ) -> oip.ModelReadyResponse:
+        self._check(message.name, message.version, context)
         return oip.ModelReadyResponse(ready=self._ready)
 
     @property
@@ -56,8 +58,10 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         return oip.ServerMetadataResponse(name=NAME, version=__version__)
 
     @unary
-    async def ModelMetadata(self, message: oip.ModelMetadataRequest) -> oip.ModelMetadataResponse:
-        self._check(message.name, message.version)
+    async def ModelMetadata(
+        self, message: oip.ModelMetadataRequest, context: Context
+    ) -> oip.ModelMetadataResponse:
+        self._check(message.name, message.version, context)
         tensor = oip.ModelMetadataResponse.TensorMetadata
         return oip.ModelMetadataResponse(
             name=message.name or self._context.model,
@@ -105,8 +109,8 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
                 await running.acquire()
                 requests.create_task(run(message))
 
-    def _check(self, name: str, version: str) -> None:
-        self._context.find_adapter(name)
+    def _check(self, name: str, version: str, context: Context) -> None:
+        self._context.find_adapter(name, caller_of(self._context.keys, context))
         if version not in ("", VERSION):
             raise UnknownModel(f"there is no version {version!r} of the model", field="version")
 
@@ -114,7 +118,7 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         self, message: oip.ModelInferRequest, context: Context, write: Write, *, streams: bool
     ) -> None:
         arrived = time.monotonic()
-        self._check(message.model_name, message.model_version)
+        self._check(message.model_name, message.model_version, context)
         call = InferCall.parse(message)
         if call.stream and not streams:
             raise InvalidRequest("a stream needs ModelStreamInfer", field="stream")

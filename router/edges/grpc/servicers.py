@@ -52,7 +52,7 @@ def _metadata(context: Context, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _caller(keys: KeyRing, context: Context) -> Caller:
+def caller_of(keys: KeyRing, context: Context) -> Caller:
     return keys.caller(_metadata(context, "authorization"))
 
 
@@ -63,7 +63,7 @@ def prepare(
     arrived: float,
 ) -> tuple[Caller, list[Request], RequestLedger]:
     """Who calls, and the requests with what the call adds to its message."""
-    caller = _caller(edge.keys, context)
+    caller = caller_of(edge.keys, context)
     if isinstance(message, pb.EmbedRequest):
         requests = parse_embed(message)
     else:
@@ -71,7 +71,7 @@ def prepare(
     left = context.time_remaining()
     requests = [
         dataclasses.replace(
-            edge.addressed(request, message.model),
+            edge.addressed(request, message.model, caller),
             cache_salt=caller.salt(request.cache_salt),
             tenant=caller.key.name,
             priority=caller.priority(request.priority),
@@ -134,35 +134,37 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     @unary
-    async def ListModels(self, message: pb.ListModelsRequest) -> pb.ListModelsResponse:
-        text, base = self._serving.text, self._context.model
-        models = [
-            pb.Model(
-                name=name,
-                context_length=self._context.membership.context_length(),
-                vocabulary_size=text.vocabulary_size,
-                has_chat_template=text.has_chat_template,
-                parent="" if name == base else base,
-            )
-            for name in (base, *self._serving.adapters.served)
-        ]
-        if embedding := self._serving.embedding_model:
+    async def ListModels(
+        self, message: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        names = self._context.model_names(caller_of(self._context.keys, context))
+        return pb.ListModelsResponse(models=map(self._model, names))
+
+    def _model(self, name: str) -> pb.Model:
+        embedding = self._serving.embedding_model
+        if embedding and name == embedding.name:
             size = embedding.text.vocabulary_size
-            encoder = pb.Model(
-                name=embedding.name, context_length=embedding.max_tokens, vocabulary_size=size
-            )
-            models.append(encoder)
-        return pb.ListModelsResponse(models=models)
+            return pb.Model(name=name, context_length=embedding.max_tokens, vocabulary_size=size)
+        text, base = self._serving.text, self._context.model
+        return pb.Model(
+            name=name,
+            context_length=self._context.membership.context_length(),
+            vocabulary_size=text.vocabulary_size,
+            has_chat_template=text.has_chat_template,
+            parent="" if name == base else base,
+        )
 
     @unary
-    async def Tokenize(self, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        self._context.find_adapter(message.model)
+    async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        self._context.find_adapter(message.model, caller_of(self._context.keys, context))
         tokens, rendered = await self._serving.tokenize(parse_prompt(message))
         return pb.TokenizeResponse(token_ids=tokens, rendered=rendered)
 
     @unary
-    async def Detokenize(self, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        self._context.find_adapter(message.model)
+    async def Detokenize(
+        self, message: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        self._context.find_adapter(message.model, caller_of(self._context.keys, context))
         text = await self._serving.decode(message.token_ids, message.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
@@ -179,7 +181,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     async def Status(
         self, message: cluster_pb2.StatusRequest, context: Context
     ) -> cluster_pb2.StatusResponse:
-        everything = _caller(self._keys, context).admin
+        everything = caller_of(self._keys, context).admin
         return self._overview.status() if everything else self._overview.public_status()
 
     @unary
@@ -211,7 +213,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     async def Timing(
         self, message: cluster_pb2.TimingRequest, context: Context
     ) -> timing_pb2.RequestTiming:
-        return self._overview.timing(message.request_id, _caller(self._keys, context))
+        return self._overview.timing(message.request_id, caller_of(self._keys, context))
 
     @unary
     async def Recent(self, message: cluster_pb2.RecentRequest) -> cluster_pb2.RecentResponse:
@@ -294,7 +296,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             await context.abort_with_status(to_status(refused))
 
     def _check(self, method: str, context: Context) -> None:
-        admin = _caller(self._keys, context).admin
+        admin = caller_of(self._keys, context).admin
         if not admin and method.startswith(f"/{_ADMIN}/") and method not in _READ_ONLY:
             raise PermissionDenied("this needs an admin's API key")
 

@@ -27,12 +27,12 @@ def adapter_routes(context: EdgeContext) -> list[Route]:
     controller, serving = context.controller, context.serving
 
     async def load(http: HttpRequest) -> Response:
-        body = await parse_body(http, context, LoadAdapterRequest.parse)
+        body = await parse_body(http, LoadAdapterRequest.parse)
         adapter = await controller.add_adapter(serving, body.lora_name, body.lora_path)
         return json_response({"lora_name": body.lora_name, "digest": adapter.digest.hex()})
 
     async def unload(http: HttpRequest) -> Response:
-        body = await parse_body(http, context, UnloadAdapterRequest.parse)
+        body = await parse_body(http, UnloadAdapterRequest.parse)
         await controller.remove_adapter(serving, body.lora_name)
         return json_response({"lora_name": body.lora_name, "removed": True})
 

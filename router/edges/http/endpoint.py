@@ -83,12 +83,11 @@ async def arriving(seconds: float) -> AsyncIterator[None]:
 
 async def parse_body(
     http: HttpRequest,
-    context: EdgeContext,
     parse: Callable[[Json], Result],
-    check_model: Callable[[str], object] | None = None,
+    check_model: Callable[[str, Caller], object] | None = None,
 ) -> Result:
-    """Applies `parse` to a body, for the served model unless `check_model` allows others. A long
-    body is decoded in a thread, so that other calls run."""
+    """Applies `parse` to a body, after `check_model` to the model that it names. A long body is
+    decoded in a thread, so that other calls run."""
     # A web page could send any other type here without its browser asking first.
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -104,7 +103,8 @@ async def parse_body(
 
     def decode() -> Result:
         body = _decode(content)
-        (check_model or context.find_adapter)(_model_of(body))
+        if check_model:
+            check_model(_model_of(body), http.user)
         return parse(body)
 
     return await asyncio.to_thread(decode) if len(content) > SHORT_BYTES else decode()
@@ -224,7 +224,6 @@ class GenerationEndpoint(Generic[Body]):
             caller: Caller = http.user
             body, requests = await parse_body(
                 http,
-                self._context,
                 lambda body: self._parse(body, request_id, caller),
                 self._context.check_model,
             )
@@ -258,7 +257,7 @@ class GenerationEndpoint(Generic[Body]):
     ) -> tuple[Body, tuple[Request, ...]]:
         body = self._renderer.body_model.parse(content)
         requests = body.requests(request_id, caller.salt, self._context.defaults)
-        return body, tuple(self._context.addressed(each, body.model) for each in requests)
+        return body, tuple(self._context.addressed(each, body.model, caller) for each in requests)
 
     def _render(
         self, body: Body, requests: Sequence[Request], caller: Caller, echoes: Sequence[str]

@@ -123,7 +123,7 @@ class HttpApp:
         batches: BatchStore | None = None,
     ) -> None:
         self._context = context
-        self._batches = BatchEndpoints(context, batches)
+        self._batches = BatchEndpoints(batches)
         self._overview = overview
         self._registry = registry
         self._created = int(time.time())
@@ -164,7 +164,7 @@ class HttpApp:
             ),
             *responses_routes(self._context),
             *self._batches.routes(),
-            Route("/v1/models", _plain(self._models)),
+            Route("/v1/models", answered(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
             *adapter_routes(self._context),
             Route("/v1/cluster", _plain(lambda: to_json(self._overview.public_status()))),
@@ -189,13 +189,13 @@ class HttpApp:
             http, HTTPException(404, f"there is no {path} here; served are {self._served}")
         )
 
-    def _models(self) -> Json:
-        models = [self._model_object(name) for name in self._context.model_names]
-        return {"object": "list", "data": models}
+    async def _models(self, http: HttpRequest) -> Response:
+        models = [self._model_object(name) for name in self._context.model_names(http.user)]
+        return json_response({"object": "list", "data": models})
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        self._context.check_model(name)
+        self._context.check_model(name, http.user)
         return json_response(self._model_object(name))
 
     def _model_object(self, name: str) -> Json:
@@ -223,7 +223,7 @@ class HttpApp:
         )
 
     async def _tokenize(self, http: HttpRequest) -> Response:
-        body = await parse_body(http, self._context, TokenizeRequest.parse)
+        body = await parse_body(http, TokenizeRequest.parse, self._context.find_adapter)
         tokenize = self._context.serving.tokenize
         tokens, rendered = await tokenize(body.to_prompt(), body.add_special_tokens)
         answer: Json = {
@@ -234,12 +234,12 @@ class HttpApp:
         return json_response({**answer, "rendered": rendered} if rendered else answer)
 
     async def _count_tokens(self, http: HttpRequest) -> Response:
-        body = await parse_body(http, self._context, CountTokensRequest.parse)
+        body = await parse_body(http, CountTokensRequest.parse, self._context.find_adapter)
         tokens, _ = await self._context.serving.tokenize(body.chat_prompt())
         return json_response({"input_tokens": len(tokens)})
 
     async def _detokenize(self, http: HttpRequest) -> Response:
-        request = await parse_body(http, self._context, DetokenizeRequest.parse)
+        request = await parse_body(http, DetokenizeRequest.parse, self._context.find_adapter)
         decode = self._context.serving.decode
         text = await decode(request.tokens, request.keep_special_tokens, "tokens")
         return json_response({"prompt": text})

@@ -20,7 +20,6 @@ from typing_extensions import TypedDict
 
 from baton.core.errors import InvalidRequest, NotServed
 from baton.core.proto_json import Json
-from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.batches.batch_store import BatchObject, BatchStore
 from baton.router.edges.http.batches.file_store import FileObject, unknown
 from baton.router.edges.http.endpoint import (
@@ -99,8 +98,7 @@ class DeletedFile(TypedDict):
 class BatchEndpoints:
     """`store` is None where the router keeps no files."""
 
-    def __init__(self, context: EdgeContext, store: BatchStore | None) -> None:
-        self._context = context
+    def __init__(self, store: BatchStore | None) -> None:
         self._kept = store
 
     def routes(self) -> list[Route]:
@@ -166,7 +164,7 @@ class BatchEndpoints:
         if http.method != "POST":
             found = await asyncio.to_thread(store.batches, owner)
             return _page(http, found, 20, MAX_BATCHES_LISTED)
-        body = await parse_body(http, self._context, BatchRequest.parse)
+        body = await parse_body(http, BatchRequest.parse)
         create = functools.partial(
             store.create,
             owner,
