@@ -247,7 +247,8 @@ class ClientCalls(Generic[StreamType]):
     async def add_adapter(
         self, name: str, folder: str, *, timeout: Timeout = ADAPTER_SECONDS
     ) -> bytes:
-        """Serves a LoRA adapter under a name; returns its digest. For admins."""
+        """Serves a LoRA adapter under a name; returns its digest. `folder` is PEFT's, or a hub's
+        repository (org/name@revision). For admins."""
         request = cluster_pb2.AddAdapterRequest(name=name, folder=folder)
         return (await self._call(self._admin.AddAdapter, request, timeout)).digest
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, find_adapter
+from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from baton.core.adapter_store import find_adapter
 from baton.core.types import Adapter
 from baton.engine.adapter_weights import places_of
 from baton.engine.architecture import parse_architecture

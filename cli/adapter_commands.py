@@ -10,6 +10,7 @@ from typer import Argument
 from baton import Client
 from baton.cli.terminal import Address, AsJson, print_result
 from baton.connection import DEFAULT_ADDRESS
+from baton.core.model_store import hub_name
 
 adapter = typer.Typer(help="Manage LoRA adapters of a running cluster.", no_args_is_help=True)
 
@@ -17,13 +18,16 @@ adapter = typer.Typer(help="Manage LoRA adapters of a running cluster.", no_args
 @adapter.command()
 def add(
     name: str = Argument(help="What requests give as their model."),
-    folder: Path = Argument(help="A folder of PEFT, below one of adapter_folders."),
+    folder: str = Argument(
+        help="A folder of PEFT or a hub's repository (ORG/NAME[@REVISION]), of adapter_folders."
+    ),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Serve an adapter from now on, or another one under its name."""
+    place = folder if hub_name(folder) else str(Path(folder).absolute())
     with Client(address) as client:
-        digest = client.add_adapter(name, str(folder.absolute())).hex()
+        digest = client.add_adapter(name, place).hex()
     print_result({"name": name, "digest": digest}, f"{name} is served ({digest})", as_json)
 
 

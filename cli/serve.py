@@ -61,7 +61,10 @@ def serve(
     ),
     name: str = Option("", help="With --detach: take over a running cluster of this name."),
     adapter: list[str] = Option(
-        [], metavar="NAME=PATH", help="Serve a LoRA adapter (a folder of PEFT); may be repeated."
+        [],
+        metavar="NAME=PATH",
+        help="Serve a LoRA adapter (a folder of PEFT, or of a hub: ORG/REPOSITORY); may be"
+        " repeated.",
     ),
     watch: bool = Option(
         False, "--watch", help="With --detach: stay and report progress until stopped."

@@ -16,6 +16,7 @@ import grpc
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.adapter_config import read_adapter_config
+from baton.core.adapter_store import locate_adapter, resolve_adapter
 from baton.core.config import Config, RouterConfig
 from baton.core.encoder_config import EncoderConfig
 from baton.core.errors import InvalidConfig, Unavailable
@@ -55,11 +56,10 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     cluster could not serve it. With `workers_here`, the weights are on this machine then."""
     check_router(config)
     node_identity(config)
-    adapters = {name: str(Path(path).absolute()) for name, path in config.adapters.items()}
     config = dataclasses.replace(
         config,
         model=model_store.resolve(config.model),
-        adapters=adapters,
+        adapters={name: resolve_adapter(each) for name, each in config.adapters.items()},
         embedding_model=_check_embedding_model(config),
     )
     weights = workers_here and config.weights == "files"
@@ -131,8 +131,8 @@ def _check_adapters(config: Config, architecture: AnyArchitecture) -> None:
     if not config.allowed_adapters:
         return
     check_adapters_of(architecture)
-    for folder in config.adapters.values():
-        read_adapter_config(Path(folder))
+    for place in config.adapters.values():
+        read_adapter_config(locate_adapter(place))
 
 
 def _check_planner(config: Config) -> None:

@@ -1,33 +1,21 @@
-"""A LoRA adapter's folder, as PEFT saves it: what adapter_config.json says, and a digest.
-
-An adapter is what it holds. Its digest covers the weights and what changes their meaning, and
-nothing else: two names, folders or training histories of the same adapter have one digest, and a
-folder that was written anew has another.
-"""
+"""A LoRA adapter's folder, as PEFT saves it: what adapter_config.json says."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from baton.core.errors import InvalidAdapter, InvalidConfig
 from baton.core.model_store import read_json
-from baton.core.types import Adapter
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 256
 
 Number = TypeVar("Number", int, float)
-
-_DIGEST_BYTES = 16
-_BLOCK_BYTES = 1 << 20
 
 _REFUSED = (
     "use_dora",
@@ -118,31 +106,6 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     scales = AdapterScales(**parts)  # type: ignore[arg-type]
     _check_scales(scales)
     return AdapterConfig(scales, **known)  # type: ignore[arg-type]
-
-
-def find_adapter(folder: str) -> Adapter:
-    """The adapter in a folder, by its digest. Reads all of it."""
-    path = Path(folder).expanduser().absolute()
-    scales = asdict(read_adapter_config(path).scales)
-    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"baton-adapter")
-    digest.update(json.dumps(scales, sort_keys=True).encode() + b"\n")
-    try:
-        with (path / WEIGHTS_FILE).open("rb") as weights:
-            while block := weights.read(_BLOCK_BYTES):
-                digest.update(block)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InvalidAdapter(f"cannot read {path / WEIGHTS_FILE}: {reason}") from error
-    return Adapter(digest.digest(), str(path))
-
-
-def check_folder(folder: str, allowed: Iterable[str]) -> None:
-    """Raises InvalidAdapter for one that is not below an allowed folder; links are followed."""
-    path = Path(folder).expanduser().resolve()
-    if not any(path.is_relative_to(Path(each).expanduser().resolve()) for each in allowed):
-        raise InvalidAdapter(
-            f"{folder} is not below a folder that the configuration allows (adapter_folders)"
-        )
 
 
 def _check(stated: dict[str, object]) -> None:

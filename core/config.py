@@ -233,9 +233,13 @@ class Config:
         "--embedding-model",
     )
     adapters: Mapping[str, str] = key(
-        dict, "LoRA adapters (PEFT folders on all nodes) by name: {sql: /models/sql}."
+        dict,
+        "LoRA adapters by name, PEFT folders on all nodes or of a hub: {sql: /models/sql, chat:"
+        " org/repository@revision}.",
     )
-    adapter_folders: tuple[str, ...] = key((), "Folders of adapters that may be added at run time.")
+    adapter_folders: tuple[str, ...] = key(
+        (), "Folders of adapters that may be added at run time; of a hub: hub:org/name, hub:org/*."
+    )
     adapter_slots: PositiveInt = key(16, "Adapters in one worker; the one idle longest makes way.")
     adapter_rank: PositiveInt = key(16, "Largest rank on a GPU, which has room for all slots.")
     adapter_memory: Bytes = key(
@@ -278,7 +282,7 @@ class Config:
 
     @property
     def allowed_adapters(self) -> tuple[str, ...]:
-        """Folders below which adapters are read; none: no adapters are served."""
+        """Where adapters may be read from (core/adapter_store.py); none: no adapters are served."""
         return (*self.adapters.values(), *self.adapter_folders)
 
     def pool(self, role: Role) -> PrefillConfig | DecodeConfig:

@@ -101,6 +101,12 @@ def download(model: str, commit: str, *, weights: bool, report: Report | None = 
     return folder
 
 
+def download_files(repository: str, commit: str, files: Sequence[str]) -> Path:
+    """The folder of a commit with those of the files that it has."""
+    with _typed_errors(repository, commit), _bars() as bars:
+        return _snapshot(repository, commit, files, tqdm_class=bars)
+
+
 def choose_gguf(model: str, commit: str, wanted: str) -> str:
     """The GGUF file of a commit that is named so, or has that quantization."""
     if is_gguf(wanted):

@@ -129,7 +129,7 @@ class Logprobs(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter: what it holds, and where it is read from (core/adapter_config.py)."""
+    """A LoRA adapter: what it holds, and where it is read from (core/adapter_store.py)."""
 
     digest: bytes
     folder: str

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-from baton.core.adapter_config import check_folder
+from baton.core.adapter_store import check_place
 from baton.core.errors import BatonError, Internal
 from baton.core.types import Adapter
 from baton.engine.step import Plan
@@ -47,14 +47,14 @@ class AdapterPool(Generic[Weights]):
         self,
         holder: AdapterHolder[Weights],
         slots: int,
-        folders: Iterable[str],
+        allowed: Iterable[str],
         wake: Callable[[], object],
     ) -> None:
-        """Loads at most `slots` adapters at once, from below `folders` alone. `wake` is called on
+        """Loads at most `slots` adapters at once, from `allowed` places alone. `wake` is called on
         another thread when a load has ended."""
         self._holder = holder
         self._slots = slots
-        self._folders = tuple(folders)
+        self._allowed = tuple(allowed)
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._loading: set[bytes] = set()
@@ -67,8 +67,8 @@ class AdapterPool(Generic[Weights]):
         return bool(self._loading)
 
     def check(self, adapter: Adapter) -> None:
-        """Raises InvalidAdapter for a folder that the configuration does not allow."""
-        check_folder(adapter.folder, self._folders)
+        """Raises InvalidAdapter for a place that the configuration does not allow."""
+        check_place(adapter.folder, self._allowed)
 
     def request(self, adapter: Adapter, kept: Collection[bytes]) -> None:
         """As `want`, once for each request."""

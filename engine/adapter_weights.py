@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.core.adapter_config import WEIGHTS_FILE, AdapterConfig, find_adapter, read_adapter_config
+from baton.core.adapter_config import WEIGHTS_FILE, AdapterConfig, read_adapter_config
+from baton.core.adapter_store import find_adapter, locate_adapter
 from baton.core.errors import InvalidAdapter
 from baton.core.types import Adapter
 from baton.engine.architecture import Architecture, Split
@@ -76,11 +77,13 @@ def read_pairs(adapter: Adapter, model: Model, split: Split) -> Iterator[LowRank
     Raises InvalidAdapter where it does not fit; at the end, where its folder holds something else
     by now.
     """
-    folder = Path(adapter.folder)
+    folder = locate_adapter(adapter.folder)
     yield from _read(folder, read_adapter_config(folder), model, split)
     # After reading: whatever was written meanwhile has another digest.
     if find_adapter(adapter.folder).digest != adapter.digest:
-        raise InvalidAdapter(f"{folder} has changed since the adapter was added; add it again")
+        raise InvalidAdapter(
+            f"{adapter.folder} has changed since the adapter was added; add it again"
+        )
 
 
 def _read(folder: Path, config: AdapterConfig, model: Model, split: Split) -> Iterator[LowRankPair]:

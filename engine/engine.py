@@ -180,16 +180,16 @@ class Engine:
         )
 
     def open_adapters(
-        self, slots: int, folders: Iterable[str], wake: Callable[[], object]
+        self, slots: int, allowed: Iterable[str], wake: Callable[[], object]
     ) -> AnyAdapterPool:
         """Serves adapters from now on, as AdapterPool says; raises InvalidConfig where it cannot
         yet. On a GPU, its settings must have room for so many."""
         check_adapters_of(self.architecture)
         if self.gpu_adapters:
-            self.adapters = AdapterPool(self.gpu_adapters, slots, folders, wake)
+            self.adapters = AdapterPool(self.gpu_adapters, slots, allowed, wake)
         else:
             assert isinstance(self._runner, Runner)
-            self.adapters = AdapterPool(self._runner, slots, folders, wake)
+            self.adapters = AdapterPool(self._runner, slots, allowed, wake)
         return self.adapters
 
     def load_encoder(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.core import model_store
-from baton.core.adapter_config import find_adapter
+from baton.core.adapter_store import find_adapter
 from baton.core.config import CacheConfig, Config, settle
 from baton.core.errors import InvalidConfig, WorkerLost
 from baton.core.page_keys import KEY_SIZES
@@ -208,10 +208,10 @@ class Backend:
         transfer.start()
         return transfer
 
-    def _open_adapters(self, folders: tuple[str, ...]) -> None:
+    def _open_adapters(self, allowed: tuple[str, ...]) -> None:
         """Loads the first of the configured adapters, so that a bad one is found at once."""
         slots = self._config.adapter_slots
-        pool = self.engine.open_adapters(slots, folders, lambda: self._inbox.put(Wake()))
+        pool = self.engine.open_adapters(slots, allowed, lambda: self._inbox.put(Wake()))
         for name, folder in list(self._config.adapters.items())[:slots]:
             self._progress(f"loading adapter {name}")
             pool.load_now(find_adapter(folder))

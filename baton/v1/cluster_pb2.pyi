@@ -376,8 +376,8 @@ class AddAdapterRequest(_message.Message):
     that run keep what they began with.
     """
     folder: _builtins.str
-    """A folder of PEFT, the same on all nodes, below one that the configuration
-    allows (adapter_folders).
+    """A folder of PEFT, the same on all nodes, or a hub's repository
+    (org/name@revision), which the configuration allows (adapter_folders).
     """
     def __init__(
         self,

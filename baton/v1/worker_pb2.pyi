@@ -902,9 +902,11 @@ class Adapter(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """Of its weights and config; see core/adapter_config.py. Part of page keys."""
+    """Of its weights and config; see core/adapter_store.py. Part of page keys."""
     folder: _builtins.str
-    """Where it is read from, if what is there still has this digest."""
+    """Where it is read from, if what is there still has this digest: a folder, or
+    a hub's repository at a commit (org/name@commit).
+    """
     def __init__(
         self,
         *,

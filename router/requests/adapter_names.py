@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from baton.core.adapter_config import check_folder, find_adapter
+from baton.core.adapter_store import check_place, find_adapter
 from baton.core.errors import InvalidRequest, UnknownModel
 from baton.core.types import Adapter, Request
 
@@ -21,16 +21,17 @@ MAX_NAME = 128
 
 
 class AdapterNames:
-    def __init__(self, model: str = "", folders: Iterable[str] = ()) -> None:
-        """Adapters of the base `model` from below `folders` alone."""
+    def __init__(self, model: str = "", allowed: Iterable[str] = ()) -> None:
+        """Adapters of the base `model` from `allowed` places alone (core/adapter_store.py)."""
         self._model = model
-        self._folders = tuple(folders)
+        self._allowed = tuple(allowed)
         self.served: dict[str, Adapter] = {}
         self._running: Counter[tuple[str, Adapter]] = Counter()
         self._ended = asyncio.Event()  # replaced when set
 
-    async def read(self, name: str, folder: str) -> Adapter:
-        """The adapter in a folder; raises why it cannot be served under this name."""
+    async def read(self, name: str, place: str) -> Adapter:
+        """The adapter in a folder or repository; raises why it cannot be served under this
+        name."""
         if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
             raise InvalidRequest(
                 f"an adapter's name has letters, digits, and . _ - / @ : +, at most {MAX_NAME}",
@@ -38,8 +39,8 @@ class AdapterNames:
             )
         if name == self._model:
             raise InvalidRequest(f"{name!r} is the model itself", field="lora_name")
-        check_folder(folder, self._folders)
-        return await asyncio.to_thread(find_adapter, folder)
+        check_place(place, self._allowed)
+        return await asyncio.to_thread(find_adapter, place)
 
     def name(self, name: str, adapter: Adapter | None) -> None:
         """Serves an adapter under the name, or none; running requests keep theirs."""

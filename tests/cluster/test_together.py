@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from waiting import until
 
 from baton import AsyncClient
-from baton.core.adapter_config import find_adapter
+from baton.core.adapter_store import find_adapter
 
 FIRST, END = map(int, os.environ.get("BATON_TOGETHER_SEEDS", "0:4").split(":"))
 # In turn, so that few seeds meet what pages differ in: windows, latents, sinks, plain heads.

@@ -12,7 +12,8 @@ from pools import CUDA
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, find_adapter
+from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from baton.core.adapter_store import find_adapter
 from baton.core.types import Adapter, AttemptKey, Sampling, Work
 from baton.engine.architecture import parse_architecture
 from baton.engine.checkpoint import Arrange, Cut

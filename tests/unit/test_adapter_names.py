@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.app import app
-from baton.core.adapter_config import find_adapter
+from baton.core.adapter_store import find_adapter
 from baton.core.errors import InvalidAdapter, InvalidRequest, UnknownModel
 from baton.core.types import Adapter, AttemptKey, Request, Sampling, Work
 from baton.core.wire import work_from, work_to

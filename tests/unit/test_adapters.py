@@ -15,7 +15,8 @@ from rank_threads import split_engine
 from tiny_models import TINY_MODELS, choices_of_transformers, save
 from transformers import PreTrainedModel
 
-from baton.core.adapter_config import find_adapter, read_adapter_config
+from baton.core.adapter_config import read_adapter_config
+from baton.core.adapter_store import find_adapter
 from baton.core.errors import BatonError, InvalidAdapter, InvalidConfig
 from baton.core.types import Adapter, AttemptKey, Sampling, Work
 from baton.engine.adapter_pool import AdapterPool

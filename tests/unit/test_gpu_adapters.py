@@ -11,7 +11,7 @@ from engine_loop import serve
 from gpu_ranks import engine_of, gpu_runner, two_ranks
 from tiny_models import TINY_MODELS, choices_of_transformers, save
 
-from baton.core.adapter_config import find_adapter
+from baton.core.adapter_store import find_adapter
 from baton.core.errors import InvalidAdapter
 from baton.engine.gpu.device import AdapterRoom
 from baton.kernels.gpu import rotary

@@ -16,7 +16,9 @@ LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter
 
 class LoadAdapterRequest(RequestModel):
     lora_name: ShortText = about("What requests give as their model.", ...)
-    lora_path: ShortText = about("A folder of PEFT, below one that the configuration allows.", ...)
+    lora_path: ShortText = about(
+        "A folder of PEFT or a hub's repository, as the configuration allows.", ...
+    )
 
 
 class UnloadAdapterRequest(RequestModel):

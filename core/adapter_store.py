@@ -1,0 +1,109 @@
+"""Where a LoRA adapter is, and what it holds.
+
+    /a/folder       a folder of PEFT, on all nodes
+    org/name, …@rev a repository of a hub: a folder of the hub's own cache, which is downloaded
+
+An adapter is what it holds. Its digest covers the weights and what changes their meaning, and
+nothing else: two names, folders or training histories of the same adapter have one digest, and a
+folder that was written anew has another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from pathlib import Path
+
+from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
+from baton.core.errors import InvalidAdapter, ModelNotFound
+from baton.core.model_store import HubName, hub_name
+from baton.core.types import Adapter
+
+HUB = "hub:"
+"""Before what is allowed of a hub: "hub:org/*"."""
+
+_DIGEST_BYTES = 16
+_BLOCK_BYTES = 1 << 20
+
+
+def resolve_adapter(place: str) -> str:
+    """The same adapter by a name that means the same to every process: an absolute path, or the
+    commit that a hub's revision is now."""
+    name = hub_name(place)
+    if name is None:
+        return str(Path(place).expanduser().absolute())
+    if name.file:
+        raise InvalidAdapter(f"{place}: an adapter is a repository, not a file of one")
+    from baton.core import hub
+
+    with _adapter_errors():
+        return str(HubName(name.id, hub.resolve(name.id, name.revision)))
+
+
+def locate_adapter(place: str) -> Path:
+    """The adapter's folder on this machine, downloaded unless it is there. `place` is resolved."""
+    name = hub_name(place)
+    if name is None:
+        return Path(place)
+    from baton.core import hub
+
+    files = (CONFIG_FILE, WEIGHTS_FILE)
+    with _adapter_errors():
+        folder = hub.download_files(name.id, name.revision, files)
+    for file in files:
+        if not (folder / file).is_file():
+            raise InvalidAdapter(f"{name.id} holds no adapter: it has no {file}")
+    return folder
+
+
+def find_adapter(place: str) -> Adapter:
+    """The adapter in a folder or repository, by its digest. Reads all of it."""
+    place = resolve_adapter(place)
+    folder = locate_adapter(place)
+    scales = asdict(read_adapter_config(folder).scales)
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"baton-adapter")
+    digest.update(json.dumps(scales, sort_keys=True).encode() + b"\n")
+    try:
+        with (folder / WEIGHTS_FILE).open("rb") as weights:
+            while block := weights.read(_BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidAdapter(f"cannot read {folder / WEIGHTS_FILE}: {reason}") from error
+    return Adapter(digest.digest(), place)
+
+
+def check_place(place: str, allowed: Iterable[str]) -> None:
+    """Raises InvalidAdapter for a folder that is not below an allowed one, where links are
+    followed, and for a repository that is neither a configured adapter's nor allowed."""
+    if name := hub_name(place):
+        if not any(_allows(each, name.id) for each in allowed):
+            raise InvalidAdapter(
+                f"{name.id} is not a repository that the configuration allows (adapter_folders:"
+                f" {HUB}{name.id})"
+            )
+        return
+    path = Path(place).expanduser().resolve()
+    if not any(path.is_relative_to(Path(each).expanduser().resolve()) for each in allowed):
+        raise InvalidAdapter(
+            f"{place} is not below a folder that the configuration allows (adapter_folders)"
+        )
+
+
+def _allows(allowed: str, repository: str) -> bool:
+    if allowed.startswith(HUB):
+        return fnmatchcase(repository, allowed.removeprefix(HUB))
+    return allowed.partition("@")[0] == repository
+
+
+@contextmanager
+def _adapter_errors() -> Iterator[None]:
+    """What the hub does not have is wrong with the adapter, not with the configured model."""
+    try:
+        yield
+    except ModelNotFound as error:
+        raise InvalidAdapter(error.message) from error
