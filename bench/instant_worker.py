@@ -3,7 +3,8 @@
 They speak a worker's side of Attach. Every answer is one letter, again and again,
 at a given pace or as fast as the router takes it. A request's first prompt token
 names its stream, and when each of its tokens was sent is kept, to be compared
-with when a client has it.
+with when a client has it. With `slots` a decode worker has that many answers at
+once; further requests wait for their reservation, as they do for pages.
 """
 
 from __future__ import annotations
@@ -54,8 +55,18 @@ class _Answer:
 
 
 class InstantWorker(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, role: Role, name: str, model: str, pace: Pace, phase: float = 0.0) -> None:
+    def __init__(
+        self,
+        role: Role,
+        name: str,
+        model: str,
+        pace: Pace,
+        phase: float = 0.0,
+        slots: float = math.inf,
+    ) -> None:
         """`phase` is the share of a step by which this worker lags the first."""
+        self._slots = slots
+        self._waiting: dict[AttemptKey, pb.Work] = {}
         self._role = role
         self._name = name
         self._model = model
@@ -111,15 +122,26 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 return [pb.WorkerMessage(pushed=pushed)]
             case "reserve":
                 work = message.reserve.work
-                self._begin(work, work.max_tokens - 1)
-                reserved = pb.Reserved(request_id=work.request_id, epoch=work.epoch)
-                return [pb.WorkerMessage(reserved=reserved)]
+                self._waiting[AttemptKey(work.request_id, work.epoch)] = work
+                return self._reservations()
             case "compute":
                 self._begin(message.compute.work, message.compute.work.max_tokens)
             case "release":
-                released = message.release
-                self._answers.pop(AttemptKey(released.request_id, released.epoch), None)
+                key = AttemptKey(message.release.request_id, message.release.epoch)
+                self._answers.pop(key, None)
+                self._waiting.pop(key, None)
+                return self._reservations()
         return []
+
+    def _reservations(self) -> list[pb.WorkerMessage]:
+        """For requests that wait and have a slot now."""
+        reserved = []
+        while self._waiting and len(self._answers) < self._slots:
+            work = self._waiting.pop(next(iter(self._waiting)))
+            self._begin(work, work.max_tokens - 1)
+            answer = pb.Reserved(request_id=work.request_id, epoch=work.epoch)
+            reserved.append(pb.WorkerMessage(reserved=answer))
+        return reserved
 
     def _first_token(self, work: pb.Work) -> pb.WorkerMessage:
         return pb.WorkerMessage(
@@ -145,6 +167,8 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
             await self._pace.go.wait()
             await self._await_step()
             await self._write(context, pb.WorkerMessage(step=self._step()))
+            for reserved in self._reservations():
+                await self._write(context, reserved)
 
     async def _await_step(self) -> None:
         """Missed steps are not repeated."""
@@ -176,7 +200,9 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _report(self, context: Context) -> None:
         while True:
-            load = pb.Load(free_pages=1_000_000, running=len(self._answers))
+            load = pb.Load(
+                free_pages=1_000_000, running=len(self._answers), waiting=len(self._waiting)
+            )
             await self._write(context, pb.WorkerMessage(load=load))
             # Workers in separate processes do not report together.
             now = time.monotonic()

@@ -32,7 +32,14 @@ class Process:
 
     pid: int
     address: str
-    metrics: str  # empty for a worker
+    metrics: str = ""  # empty for a worker, as is the next
+    http: str = ""
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes now."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager
@@ -106,7 +113,10 @@ def _ready(popen: subprocess.Popen[bytes], log: Path) -> Process:
         text = log.read_text()
         if match := re.search(r"ready(?:: gRPC)? on (\S+:\d+)", text):
             metrics = re.search(r"metrics on (\S+)", text)
-            return Process(popen.pid, match[1], metrics[1] if metrics else "")
+            http = re.search(r"HTTP on (\S+),", text)
+            return Process(
+                popen.pid, match[1], metrics[1] if metrics else "", http[1] if http else ""
+            )
         time.sleep(0.1)
     raise SystemExit(f"{log.stem} did not start:\n{log.read_text()[-3000:]}")
 

@@ -255,7 +255,7 @@ def loads(tokens: int) -> list[Load]:
 
 
 async def report(arguments: argparse.Namespace, folder: Path, clients: Clients) -> None:
-    pace = Pace(_letter(arguments.model))
+    pace = Pace(letter(arguments.model))
     asked = loads(arguments.tokens)
     for edge in arguments.edges:
         print(f"\n{edge}")
@@ -273,7 +273,7 @@ async def report(arguments: argparse.Namespace, folder: Path, clients: Clients) 
             print_stages(profile, outcome)
 
 
-def _letter(model: str) -> int:
+def letter(model: str) -> int:
     folder = model_store.locate(model)
     token = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("a")
     assert token is not None

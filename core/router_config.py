@@ -37,7 +37,11 @@ class RouterConfig:
     )
     max_requests: PositiveInt = key(1024, "Running and queued requests; more are refused.")
     max_queued: PositiveInt = key(512, "Requests that may wait for capacity.")
-    queue_timeout: PositiveFloat = key(600.0, "Seconds that a request may wait for capacity.")
+    queue_timeout: PositiveFloat = key(
+        600.0,
+        "Seconds that a request may wait for capacity; one that is predicted to wait longer is"
+        " refused at once.",
+    )
     worker_backlog: PositiveInt = key(
         16,
         "Requests sent to one worker before it has started, or reserved pages for, earlier ones.",

@@ -88,6 +88,8 @@ class Costs:
     # What a second of a prefill worker's compute adds to the time of each decoding request.
     interfered: float = INTERFERENCE_PRIOR
     answer_tokens: float = ANSWER_PRIOR
+    # Whether that was measured here.
+    knows_answers: bool = False
 
     def transfer_seconds(self, size: int) -> float:
         """A push of `size` bytes, from its first write to its last."""
@@ -233,6 +235,7 @@ class CostModel:
             step=step,
             interfered=self._interference.share,
             answer_tokens=self._answer_tokens,
+            knows_answers=self._answers > 0,
         )
 
     def _estimate_prompts(self) -> tuple[PromptCosts, PromptCosts]:

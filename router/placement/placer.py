@@ -28,9 +28,12 @@ from baton.router.placement.placement import (
     columns_of,
 )
 from baton.router.placement.policy import choose, why_no_pair
-from baton.router.placement.scorer import earliest_first_token
+from baton.router.placement.scorer import earliest_answer
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
+
+UNPROVEN_SECONDS = 5.0
+"""After which estimates are tried, if they have refused everything."""
 
 
 class Topology:
@@ -116,6 +119,7 @@ class Placer:
         self._known_topology: Topology | None = None  # None after any change
         self.costs = CostModel()
         self.placed = 0  # requests, so far
+        self._placed_at = time.monotonic()  # the last of them
         # When the last pair was lost, or None while there is one.
         self._without_pair_since: float | None = None
         self._note_pair()
@@ -123,19 +127,34 @@ class Placer:
         membership.listen_reports(self._note_step)
 
     def choose(
-        self, work: Work, suspicion: Suspicion = Suspicion.NONE, seconds_left: float = math.inf
+        self,
+        work: Work,
+        suspicion: Suspicion = Suspicion.NONE,
+        seconds_left: float = math.inf,
+        wait: float = 0.0,
     ) -> Placement | BatonError:
-        """Returns the placement, or why the request must wait. DeadlineExceeded: its first token
-        is predicted later than in `seconds_left`."""
+        """Returns the placement, or why the request must wait. DeadlineExceeded: its answer is
+        predicted later than in `seconds_left`, after a `wait` of so many seconds."""
         snapshot = self._snapshot(work, suspicion)
-        if seconds_left < math.inf and self.costs.knows_prompts:
-            needed = earliest_first_token(snapshot)
+        if seconds_left < math.inf and self.costs.knows_prompts and not self._unproven:
+            needed = wait + earliest_answer(snapshot)
             if needed > seconds_left:
                 return DeadlineExceeded(
-                    f"the first token is predicted in {needed:.2f} seconds, and the deadline"
-                    f" leaves {max(seconds_left, 0):.2f}"
+                    f"the answer is predicted in {needed:.2f} seconds, and the deadline leaves"
+                    f" {max(seconds_left, 0):.2f}"
                 )
         return choose(snapshot, one_token=work.tokens_wanted == 1)
+
+    def note_placed(self, now: float) -> None:
+        """A request was placed."""
+        self.placed += 1
+        self._placed_at = now
+
+    @property
+    def _unproven(self) -> bool:
+        """Whether nothing was placed for so long that estimates may no longer hold. Without this,
+        one that is too high would refuse every request that could correct it."""
+        return time.monotonic() - self._placed_at > UNPROVEN_SECONDS
 
     @property
     def obstacle(self) -> BatonError | None:

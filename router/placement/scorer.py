@@ -281,6 +281,26 @@ def forecast_local(snapshot: Snapshot, row: int) -> Forecast:
     return Forecast(_local_first_token(snapshot)(cached, pending, saved), pending, cached)
 
 
+def earliest_answer(snapshot: Snapshot) -> float:
+    """Seconds to the last token on the fastest workers, whether or not these have room."""
+    return earliest_first_token(snapshot) + _shortest_decode(snapshot)
+
+
+def _shortest_decode(snapshot: Snapshot) -> float:
+    """Seconds from the first token to the last: the wait for room, and the answer's own steps."""
+    costs, workers = snapshot.costs, snapshot.decode
+    tokens = min(snapshot.tokens_wanted - 1, costs.answer_tokens)
+    if not costs.knows_answers or tokens <= 0:
+        return 0.0
+
+    def seconds(running: int, leased: int, waiting: int) -> float:
+        room = costs.room_seconds(waiting, running, leased)
+        return room + tokens * costs.step_seconds(running, leased)
+
+    columns = workers.running, workers.leased_pages, workers.waiting
+    return min(_listed(_evaluate(seconds, *columns)), default=0.0)
+
+
 def earliest_first_token(snapshot: Snapshot) -> float:
     """Seconds to the first token on the fastest worker, whether or not that has room."""
     seconds = PrefillScores(snapshot).first_token

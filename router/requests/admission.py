@@ -7,13 +7,11 @@ here, visible, counted and bounded.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
 import itertools
 import math
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, DeadlineExceeded, Exhausted, LayoutMismatch, Unavailable
@@ -21,13 +19,10 @@ from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
 from baton.router.placement.placer import Placer
 from baton.router.requests.retries import RetryState
+from baton.router.requests.wait_queue import Place, WaitQueue
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 
-SHORTEST_RETRY_SECONDS = 1.0
-LONGEST_RETRY_SECONDS = 60.0
-# Weight of the latest interval between two admissions.
-LATEST_SHARE = 0.2
 # Errors that waiting does not change.
 FINAL = (LayoutMismatch, DeadlineExceeded)
 
@@ -54,105 +49,6 @@ class Assignment:
     def responder(self) -> WorkerLink:
         """The worker whose first message ends the request's wait there."""
         return self.links[-1]
-
-
-class Place(NamedTuple):
-    """A request's place in the wait queue, for all its attempts."""
-
-    priority: int
-    order: int  # of arrival
-    tenant: str
-
-
-class WaitQueue:
-    """Requests that wait for a worker with room. The lowest priority is first; within one the
-    tenants take turns, each with its requests in order of arrival. A retry keeps its request's
-    place and is never refused. No I/O and no clock."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        # By priority, then by tenant in the order of their turns.
-        self._waiting: dict[int, dict[str, list[Place]]] = {}
-        self._retries: set[Place] = set()
-        self._size = 0
-        self._admitted_at: float | None = None
-        self._interval = 0.0  # between two admissions, smoothed
-
-    def __len__(self) -> int:
-        return self._size
-
-    @property
-    def head(self) -> Place | None:
-        if not self._waiting:
-            return None
-        turns = self._waiting[min(self._waiting)]
-        return next(iter(turns.values()))[0]
-
-    @property
-    def priorities(self) -> dict[int, int]:
-        """How many wait with each priority, the first to be admitted first."""
-        return {
-            priority: sum(map(len, self._waiting[priority].values()))
-            for priority in sorted(self._waiting)
-        }
-
-    @property
-    def retry_after(self) -> float:
-        """Seconds until the requests that wait now are likely to be admitted."""
-        expected = self._interval * self._size
-        return min(max(expected, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
-
-    def join(self, place: Place, *, retry: bool = False) -> Place | None:
-        """Returns the request that is refused in its place when the queue is full. Raises Exhausted
-        where none gives way, unless the request is a retry."""
-        displaced = None
-        if retry:
-            self._retries.add(place)
-        elif self._size >= self._limit and not (displaced := self.displace(place)):
-            raise Exhausted(
-                f"{self._size} requests wait already; try again later",
-                retry_after=self.retry_after,
-            )
-        own = self._waiting.setdefault(place.priority, {}).setdefault(place.tenant, [])
-        bisect.insort(own, place)
-        self._size += 1
-        return displaced
-
-    def displace(self, place: Place) -> Place | None:
-        """Removes the last request of the tenant with most in the last priority, if that is behind
-        the place's, or the same and its tenant has fewer: so none fills the queue for all."""
-        last = max(self._waiting, default=place.priority)
-        turns = self._waiting.get(last, {})
-        longest = max(turns.values(), key=len, default=[])
-        own = len(turns.get(place.tenant, ())) + 1 if last == place.priority else 0
-        if last < place.priority or len(longest) <= own or longest[-1] in self._retries:
-            return None
-        displaced = longest[-1]
-        self.leave(displaced)
-        return displaced
-
-    def leave(self, place: Place) -> None:
-        """No effect when it is not in the queue."""
-        turns = self._waiting.get(place.priority, {})
-        own = turns.get(place.tenant, [])
-        if place not in own:
-            return
-        own.remove(place)
-        self._retries.discard(place)
-        self._size -= 1
-        if not own:
-            del turns[place.tenant]
-        if not turns:
-            del self._waiting[place.priority]
-
-    def admitted(self, place: Place, now: float) -> None:
-        """The request has its workers: the next turn is another tenant's."""
-        turns = self._waiting.get(place.priority, {})
-        if place.tenant in turns:
-            turns[place.tenant] = turns.pop(place.tenant)
-        if self._admitted_at is not None:
-            self._interval += LATEST_SHARE * (now - self._admitted_at - self._interval)
-        self._admitted_at = now
 
 
 class Admission:
@@ -218,9 +114,11 @@ class Admission:
         self, place: Place, state: RetryState, deadline: float = math.inf
     ) -> Assignment:
         """Waits for workers with room. The caller counts the request on them at once. A request
-        whose first token is predicted after the deadline is refused, unless it is a retry."""
+        that is predicted to wait too long, or to miss its deadline, is refused at once, unless it
+        is a retry."""
         began = time.monotonic()
-        left = math.inf if state.is_retry else deadline - began
+        deadline = math.inf if state.is_retry else deadline
+        wait = 0.0 if state.is_retry else self._expected_wait(place, began)
         if state.suspicion is Suspicion.NONE:
             self._refuse(self._queue.join(place, retry=state.is_retry))
         else:
@@ -228,22 +126,24 @@ class Admission:
         waiter = self._waiters[place] = asyncio.Event()
         try:
             while True:
-                found = self._find(place, state, left)
+                now = time.monotonic()
+                found = self._find(place, state, deadline - now, wait)
                 if isinstance(found, Assignment):
-                    self._queue.admitted(place, time.monotonic())
-                    self._placer.placed += 1
-                    self._metrics.queued("router", time.monotonic() - began)
+                    self._queue.admitted(place, now)
+                    self._placer.note_placed(now)
+                    self._metrics.queued("router", now - began)
                     return found
                 give_up_at = self._give_up_at(found, began)
-                if isinstance(found, FINAL) or give_up_at <= time.monotonic():
+                if isinstance(found, FINAL) or give_up_at <= now:
                     raise found
+                self._queue.wait(place, now)
                 await _wait(waiter, give_up_at)
                 if place in self._displaced:
                     raise Exhausted(
                         "requests of others go first, and the queue is full; try again later",
                         retry_after=self._queue.retry_after,
                     )
-                left = math.inf
+                wait = 0.0
         finally:
             self._queue.leave(place)
             self._suspects.discard(place)
@@ -252,6 +152,17 @@ class Admission:
             # Later, when the caller has been counted on its workers.
             asyncio.get_running_loop().call_soon(self.wake)
 
+    def _expected_wait(self, place: Place, now: float) -> float:
+        """Raises Exhausted where it is longer than a request may wait."""
+        seconds = self._queue.expected_wait(place, now)
+        if seconds > self._config.queue_timeout:
+            raise Exhausted(
+                f"requests that arrive now would wait {seconds:.1f} seconds, longer than"
+                f" {self._config.queue_timeout:g}; try again later",
+                retry_after=self._queue.retry_after,
+            )
+        return seconds
+
     def wake(self) -> None:
         """Something changed: suspects look again, and then the head of the queue."""
         for place in (*sorted(self._suspects), self._queue.head):
@@ -259,9 +170,10 @@ class Admission:
                 self._waiters[place].set()
 
     def _find(
-        self, place: Place, state: RetryState, seconds_left: float
+        self, place: Place, state: RetryState, seconds_left: float, wait: float
     ) -> Assignment | BatonError:
-        found = self._placer.choose(state.work, state.suspicion, seconds_left)
+        """`wait` is how long the request is predicted to wait in the queue."""
+        found = self._placer.choose(state.work, state.suspicion, seconds_left, wait)
         if not isinstance(found, BatonError):
             if place in self._suspects or place == self._queue.head:
                 names = found.prefill, found.decode, found.fetch.holder if found.fetch else ""

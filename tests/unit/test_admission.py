@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -10,12 +12,12 @@ import pytest
 from scripted_worker import ScriptedWorker
 
 from baton.core.config import Config, RouterConfig
-from baton.core.errors import Exhausted, Unavailable
+from baton.core.errors import DeadlineExceeded, Exhausted, Unavailable
 from baton.core.tasks import cancel_all
-from baton.core.types import AttemptKey, Sampling, Work
+from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placer import Placer
-from baton.router.requests.admission import Admission, Assignment, Place, WaitQueue
+from baton.router.requests.admission import Admission, Assignment
 from baton.router.requests.retries import RetryState
 from baton.router.workers.membership import Membership
 
@@ -36,10 +38,12 @@ async def membership() -> AsyncIterator[Membership]:
     await membership.stop()
 
 
-async def assigned(admission: Admission, priority: int = 0, tenant: str = "") -> Assignment:
+async def assigned(
+    admission: Admission, priority: int = 0, tenant: str = "", deadline: float = math.inf
+) -> Assignment:
     work = Work(AttemptKey("r", 1), [1, 2], Sampling(), 8, frozenset())
     state = RetryState(work, max_deaths=2, max_attempts=8)
-    return await admission.assign(admission.arrive(priority, tenant), state)
+    return await admission.assign(admission.arrive(priority, tenant), state, deadline)
 
 
 async def with_busy_worker(
@@ -107,6 +111,41 @@ async def test_a_full_queue_refuses_a_waiting_request_for_an_earlier_one(
     await worker.stop()
 
 
+async def test_what_would_wait_too_long_is_refused_at_once(membership: Membership) -> None:
+    worker = ScriptedWorker()
+    admission, _ = await with_busy_worker(membership, await worker.start())
+    waiting = asyncio.create_task(assigned(admission))
+    await asyncio.sleep(0)
+    # As if none had been admitted for longer than a request may wait.
+    admission._queue._pace._since = time.monotonic() - 2 * CONFIG.queue_timeout
+    with pytest.raises(Exhausted, match="would wait 60"):
+        await assigned(admission)
+    assert admission.queued == 1
+    await cancel_all(waiting)
+    await worker.stop()
+
+
+async def test_a_queued_request_is_refused_once_its_deadline_is_too_near(
+    membership: Membership,
+) -> None:
+    worker = ScriptedWorker()
+    admission, first = await with_busy_worker(membership, await worker.start())
+    costs = admission._placer.costs
+    costs.note_prompt(Role.DECODE, 2, 0, 0, 1e-3)
+    deadline = time.monotonic() + 20.0
+    waiting = asyncio.create_task(assigned(admission, deadline=deadline))
+    await asyncio.sleep(0)
+    assert admission.queued == 1
+    for _ in range(200):
+        costs.note_prompt(Role.DECODE, 2, 0, 0, 60.0)
+    first.responder.assigned.count_unanswered(-1)
+    admission.wake()
+    with pytest.raises(DeadlineExceeded) as refused:
+        await waiting
+    assert refused.value.retry_after
+    await worker.stop()
+
+
 async def test_a_full_router_makes_room_for_a_tenant_with_fewer_requests(
     membership: Membership,
 ) -> None:
@@ -120,105 +159,3 @@ async def test_a_full_router_makes_room_for_a_tenant_with_fewer_requests(
         await waiting.pop()
     await cancel_all(*waiting)
     await worker.stop()
-
-
-def place(order: int, tenant: str = "", priority: int = 0) -> Place:
-    return Place(priority, order, tenant)
-
-
-def queued(*places: Place, limit: int = 10_000) -> WaitQueue:
-    queue = WaitQueue(limit)
-    for each in places:
-        queue.join(each)
-    return queue
-
-
-def admission_order(queue: WaitQueue) -> list[Place]:
-    """The order in which the queue's requests are admitted."""
-    admitted = []
-    while head := queue.head:
-        queue.admitted(head, 0.0)
-        queue.leave(head)
-        admitted.append(head)
-    return admitted
-
-
-def test_the_first_to_arrive_is_the_head() -> None:
-    assert [each.order for each in admission_order(queued(place(2), place(1)))] == [1, 2]
-
-
-def test_the_lowest_priority_is_the_head() -> None:
-    queue = queued(place(1, priority=1000), place(2), place(3, priority=-1), place(4))
-    assert [each.order for each in admission_order(queue)] == [3, 2, 4, 1]
-
-
-def test_tenants_take_turns() -> None:
-    queue = queued(*(place(order, "busy") for order in range(1000)), place(1000, "single"))
-    assert [each.tenant for each in admission_order(queue)[:3]] == ["busy", "single", "busy"]
-
-
-def test_a_turn_is_kept_when_a_request_leaves() -> None:
-    queue = queued(place(1, "a"), place(2, "b"), place(3, "b"), place(4, "a"))
-    queue.leave(place(1, "a"))
-    assert [each.order for each in admission_order(queue)] == [4, 2, 3]
-
-
-def test_a_retry_keeps_its_requests_place() -> None:
-    queue = queued(place(5), place(6))
-    queue.join(place(2), retry=True)
-    assert queue.head == place(2)
-
-
-def test_a_full_queue_refuses_and_says_when_to_retry() -> None:
-    queue = queued(place(1), place(2), limit=2)
-    with pytest.raises(Exhausted) as refused:
-        queue.join(place(3))
-    assert refused.value.retry_after == 1.0
-
-
-def test_a_full_queue_admits_a_retry() -> None:
-    queue = queued(place(4), limit=1)
-    queue.join(place(3), retry=True)
-    assert len(queue) == 2
-
-
-def test_a_full_queue_refuses_the_last_of_a_later_priority_instead() -> None:
-    queue = queued(place(1, priority=5), place(2, priority=5), limit=2)
-    assert queue.join(place(3)) == place(2, priority=5)
-    assert [each.order for each in admission_order(queue)] == [3, 1]
-
-
-def test_a_full_queue_refuses_the_tenant_with_most_requests_instead() -> None:
-    queue = queued(place(1, "busy"), place(2, "busy"), place(3, "busy"), limit=3)
-    assert queue.join(place(4, "single")) == place(3, "busy")
-    with pytest.raises(Exhausted):
-        queue.join(place(5, "single"))
-
-
-def test_a_full_queue_refuses_no_retry_and_no_earlier_priority() -> None:
-    queue = queued(place(1), limit=1)
-    with pytest.raises(Exhausted):
-        queue.join(place(2, "other", priority=1))
-    queue = queued(limit=1)
-    queue.join(place(1, priority=1), retry=True)
-    with pytest.raises(Exhausted):
-        queue.join(place(2))
-
-
-def test_waiting_requests_are_counted_by_priority() -> None:
-    queue = queued(place(1, "a", 5), place(2), place(3, "b", 5))
-    assert list(queue.priorities.items()) == [(0, 1), (5, 2)]
-
-
-def test_the_wait_is_estimated_from_the_rate_of_admissions() -> None:
-    queue = queued(*map(place, range(10)))
-    for now in range(0, 200, 2):
-        queue.admitted(place(0), float(now))
-    assert queue.retry_after == pytest.approx(20.0, rel=0.01)
-
-
-def test_an_estimate_has_bounds() -> None:
-    queue = queued(place(1))
-    queue.admitted(place(1), 0.0)
-    queue.admitted(place(1), 10_000.0)
-    assert queue.retry_after == 60.0
