@@ -15,7 +15,7 @@ import grpc.aio
 from baton.client_calls import ClientCalls, StreamCalls, run_to_end
 from baton.connection import from_rpc_error, translated
 from baton.core.errors import Cancelled
-from baton.responses import Delta, timing_of
+from baton.responses import AnswerBuilder, Delta, timing_of
 from baton.v1 import inference_pb2, timing_pb2
 
 Arrivals = queue.SimpleQueue[inference_pb2.GenerateResponse | grpc.RpcError | None]
@@ -46,8 +46,14 @@ class Stream(StreamCalls):
 
     BLOCKING = True
 
-    def __init__(self, call: Any, address: str) -> None:
-        super().__init__(call, address)
+    def __init__(
+        self,
+        call: Any,
+        address: str,
+        request: inference_pb2.GenerateRequest,
+        builder: AnswerBuilder,
+    ) -> None:
+        super().__init__(call, address, request, builder)
         self._arrivals: Arrivals = queue.SimpleQueue()
         threading.Thread(target=_pump, args=(call, self._arrivals), daemon=True).start()
         # A stream that is garbage-collected is cancelled too.
@@ -91,8 +97,14 @@ class Client(ClientCalls[Stream]):
     BLOCKING = True
     LIBRARY: ClassVar = grpc
 
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        return Stream(self._inference.Generate(request, timeout=timeout), self.address)
+    def _stream(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout: float | None,
+        builder: AnswerBuilder | None = None,
+    ) -> Stream:
+        call = self._inference.Generate(request, timeout=timeout)
+        return Stream(call, self.address, request, builder or AnswerBuilder())
 
     def close(self) -> None:
         """Closes the connection and cancels its running calls."""
@@ -165,8 +177,14 @@ class AsyncClient(ClientCalls[AsyncStream]):
     BLOCKING = False
     LIBRARY: ClassVar = grpc.aio
 
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
-        return AsyncStream(self._inference.Generate(request, timeout=timeout), self.address)
+    def _stream(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout: float | None,
+        builder: AnswerBuilder | None = None,
+    ) -> AsyncStream:
+        call = self._inference.Generate(request, timeout=timeout)
+        return AsyncStream(call, self.address, request, builder or AnswerBuilder())
 
     async def close(self) -> None:
         """Closes the connection and cancels its running calls."""

@@ -42,7 +42,7 @@ from baton.connection import (
     why_not_ready,
     with_key,
 )
-from baton.core.errors import DeadlineExceeded, Unavailable
+from baton.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from baton.request_builder import (
     GenerateOptions,
     MessageLike,
@@ -118,10 +118,17 @@ class StreamCalls:
 
     BLOCKING: ClassVar[bool]
 
-    def __init__(self, call: Any, address: str) -> None:
+    def __init__(
+        self,
+        call: Any,
+        address: str,
+        request: inference_pb2.GenerateRequest,
+        builder: AnswerBuilder,
+    ) -> None:
         self._call = call
         self._address = address
-        self._builder = AnswerBuilder()
+        self._request = request
+        self._builder = builder
 
     @property
     def answer(self) -> Answer:
@@ -133,6 +140,17 @@ class StreamCalls:
     def cancel(self) -> None:
         """Cancels the request; the iteration raises Cancelled."""
         self._call.cancel()
+
+    def _resumed(self) -> inference_pb2.GenerateRequest:
+        """The request for the rest of the answer."""
+        if self._request.n > 1:
+            raise InvalidRequest("a stream of several answers cannot be resumed", field="n")
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        if started := self._builder.started:
+            request.request_id, request.sampling.seed = started.request_id, started.seed
+            request.resumed_token_ids[:] = self._builder.token_ids
+        return request
 
     async def _receive(self) -> inference_pb2.GenerateResponse | None:
         """The next message; None at a good end."""
@@ -196,7 +214,13 @@ class ClientCalls(Generic[StreamType]):
         stub: AdminStub = AdminStub(with_key(self._channel, self._api_key))
         return stub
 
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout: Timeout) -> StreamType:
+    def _stream(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout: Timeout,
+        builder: AnswerBuilder | None = None,
+    ) -> StreamType:
+        """`builder` has what was received of the answer already."""
         raise NotImplementedError
 
     async def _call(
@@ -222,6 +246,11 @@ class ClientCalls(Generic[StreamType]):
     ) -> StreamType:
         """Answers a conversation delta by delta."""
         return self._stream(chat_request(messages, options), options.get("timeout"))
+
+    def resume(self, stream: StreamType, *, timeout: Timeout = None) -> StreamType:
+        """Continues an answer whose stream broke, at the token after the last that it has. Its
+        router may be gone: any router of the cluster will do. `answer` is then the whole one."""
+        return self._stream(stream._resumed(), timeout, stream._builder)
 
     @shared
     async def generate(

@@ -119,7 +119,7 @@ class AnswerBuilder:
     """Folds the messages of one Generate call, in order, into an Answer."""
 
     def __init__(self) -> None:
-        self._started = inference_pb2.Started()
+        self.started: inference_pb2.Started | None = None  # the last, where the stream was resumed
         self._deltas: defaultdict[int, list[Delta]] = defaultdict(list)
         self._finished: dict[int, inference_pb2.Finished] = {}
 
@@ -127,7 +127,7 @@ class AnswerBuilder:
         """Adds the next message; returns its Delta if it is one."""
         match response.WhichOneof("event"):
             case "started":
-                self._started = response.started
+                self.started = response.started
             case "delta":
                 delta = _delta(response.delta)
                 self._deltas[delta.index].append(delta)
@@ -138,13 +138,18 @@ class AnswerBuilder:
 
     @property
     def complete(self) -> bool:
-        return 0 < self._started.n == len(self._finished)
+        return self.started is not None and 0 < self.started.n == len(self._finished)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first answer, so far."""
+        return [token for delta in self._deltas[0] for token in delta.token_ids]
 
     def answer(self) -> Answer:
         """The answer, once the stream has ended."""
-        if not self.complete:
+        started = self.started
+        if started is None or not self.complete:
             raise Internal("the router closed the stream before the end of the answer")
-        started = self._started
         choices = [
             _choice(index, self._deltas[index], self._finished[index]) for index in range(started.n)
         ]

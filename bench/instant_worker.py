@@ -125,7 +125,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 self._waiting[AttemptKey(work.request_id, work.epoch)] = work
                 return self._reservations()
             case "compute":
-                self._begin(message.compute.work, message.compute.work.max_tokens)
+                self._begin(message.compute.work, _wanted(message.compute.work))
             case "release":
                 key = AttemptKey(message.release.request_id, message.release.epoch)
                 self._answers.pop(key, None)
@@ -138,7 +138,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         reserved = []
         while self._waiting and len(self._answers) < self._slots:
             work = self._waiting.pop(next(iter(self._waiting)))
-            self._begin(work, work.max_tokens - 1)
+            self._begin(work, _wanted(work) - 1)
             answer = pb.Reserved(request_id=work.request_id, epoch=work.epoch)
             reserved.append(pb.WorkerMessage(reserved=answer))
         return reserved
@@ -149,7 +149,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 request_id=work.request_id,
                 epoch=work.epoch,
                 token=self._pace.token,
-                finish_reason=_finish(work.max_tokens - 1),
+                finish_reason=_finish(_wanted(work) - 1),
                 embedding=EMBEDDING if work.pooling else b"",
             )
         )
@@ -223,6 +223,11 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
             pool=PoolAddress(agent=self._name, layout=PoolLayout(model="instant", page_size=16)),
             total_pages=1_000_000,
         )
+
+
+def _wanted(work: pb.Work) -> int:
+    """Tokens that are still to come."""
+    return work.max_tokens - work.answer_tokens
 
 
 def _next_due(now: float, interval: float, phase: float) -> float:

@@ -344,3 +344,5 @@ class Request:
     caching: Caching = Caching.ALLOWED
     # The caller's deadline, on time.monotonic()'s clock.
     deadline: float = math.inf
+    # The answer's tokens that the caller has, from a stream that broke; it continues after them.
+    resumed: tuple[int, ...] = ()

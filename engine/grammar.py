@@ -20,7 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core import model_store
-from baton.core.errors import BatonError, Exhausted, Internal, InvalidGrammar, NotServed
+from baton.core.errors import (
+    BatonError,
+    Exhausted,
+    Internal,
+    InvalidGrammar,
+    InvalidRequest,
+    NotServed,
+)
 from baton.core.types import Work
 
 if TYPE_CHECKING:
@@ -129,11 +136,13 @@ class TokenGuide:
             raise Exhausted("the grammar took too long to say what may come next") from None
 
     def _next(self, before: Future[Mask] | None, tokens: list[int]) -> Mask:
-        # Threads start work in order, so what this waits for has started.
-        if before is not None:
-            before.result()
         matcher = self._matcher.result()
-        _consume(matcher, tokens)
+        if before is None:
+            _begin(matcher, tokens)
+        else:
+            # Threads start work in order, so what this waits for has started.
+            before.result()
+            _consume(matcher, tokens)
         return self._mask_of(matcher)
 
     def _masks_behind(self, matcher: LLMatcher, guesses: list[int]) -> list[Mask]:
@@ -151,6 +160,14 @@ class TokenGuide:
         if matcher.is_accepting():
             mask[[token for token in self._ends if token < len(mask)]] = 1
         return mask
+
+
+def _begin(matcher: LLMatcher, tokens: list[int]) -> None:
+    """With the answer's tokens of earlier attempts, or those that the caller has."""
+    if tokens and not matcher.consume_tokens(tokens):
+        raise InvalidRequest(
+            "the answer's tokens do not match its structure", field="resumed_token_ids"
+        )
 
 
 def _consume(matcher: LLMatcher, tokens: list[int]) -> None:

@@ -109,6 +109,7 @@ class GenerateRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    RESUMED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model, or of an adapter of it, as ListModels gives it. Empty
     means the model.
@@ -184,6 +185,14 @@ class GenerateRequest(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the answer. The text is cut before the first of them."""
 
+    @_builtins.property
+    def resumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Set to resume a stream that broke, on any router: the tokens of the answer
+        that the caller has. Everything else is as in the first call, with the seed of
+        its Started. Deltas then hold what follows these tokens, and Finished counts
+        them too. Only where n is 1.
+        """
+
     def __init__(
         self,
         *,
@@ -206,10 +215,11 @@ class GenerateRequest(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         prediction: _builtins.str = ...,
         priority: _builtins.int = ...,
+        resumed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "grammar", b"grammar", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "sampling", b"sampling", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

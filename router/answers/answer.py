@@ -183,6 +183,19 @@ class Answer:
             # A router of another version found a stop string in it that is none here.
             self._text.finish = FinishReason.STOP
 
+    def resume(self, token_ids: Sequence[int]) -> bool:
+        """Takes over tokens that the client has. Returns whether more are wanted; if not, the
+        client missed no more than the end."""
+        if not token_ids:
+            return True
+        finish = self._work.finish_reason(token_ids[-1], len(token_ids))
+        known = AnswerDelta("", [], self._index)
+        self._splitter.push(self._text.push(list(token_ids), finish), known)
+        self._call_ids += [call.id for call in known.tool_calls if call.id]
+        if over := self._text.finish is not None:
+            self._start()
+        return not over
+
     def recorded(self) -> CachedAnswer:
         """The complete answer, to be replayed."""
         assert self._recorded is not None

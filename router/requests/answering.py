@@ -98,7 +98,9 @@ class Answering:
         return [reason for reason, _ in found]
 
     async def _response_key(self, task: AnswerTask) -> ResponseKey | None:
-        """In a thread where the prompt is long."""
+        """In a thread where the prompt is long. None for what is not cached."""
+        if task.request.resumed:
+            return None
         model = self.membership.model_digest
         if len(task.work.prompt_tokens) > INLINE_TOKENS:
             return await asyncio.to_thread(response_key, task.request, task.work, model)
@@ -127,9 +129,9 @@ class Answering:
 
     async def _answer(self, task: AnswerTask, index: int, emit: Emit, *, record: bool) -> _Computed:
         answer = self._make_answer(task, index, emit, record=record)
-        work = task.works[index]
-        await self.dispatcher.run(work, task.request, answer)
-        self._note_answer(answer.ledger)
+        if answer.resume(task.request.resumed):
+            await self.dispatcher.run(task.works[index], task.request, answer)
+            self._note_answer(answer.ledger)
         finished = answer.finished()
         if task.request.pooling is None:
             self.dispatcher.placer.costs.note_answer(finished.usage.completion_tokens)

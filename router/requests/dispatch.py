@@ -68,6 +68,8 @@ class Dispatcher:
         state = RetryState(
             work, max_deaths=config.max_worker_deaths, max_attempts=config.max_attempts
         )
+        if request.resumed:
+            state.resume(request.resumed)
         place = self.admission.arrive(request.priority, request.tenant)
 
         def push(tokens: Tokens) -> bool:

@@ -24,6 +24,7 @@ No I/O and no clock.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from baton.core.errors import BatonError, Exhausted, PoisonRequest, WorkerDrained
 from baton.core.types import AttemptKey, Work
@@ -77,6 +78,11 @@ class RetryState:
             placement = dataclasses.replace(placement, reason=reason, code=Reason.RETRY)
         self.placements.append(placement)
         return dataclasses.replace(self.work, alone=True) if self._alone else self.work
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """The first attempt continues after tokens that another router has emitted."""
+        self._emitted = list(token_ids)
+        self.work = self._next_work()
 
     def emitted(self, tokens: Tokens) -> None:
         self._emitted += tokens.token_ids

@@ -213,6 +213,11 @@ class Serving:
             pooling=request.pooling,
             page_keys=prompt.page_keys,
         )
+        if len(request.resumed) > work.max_tokens:
+            raise InvalidRequest(
+                f"the answer has at most {work.max_tokens} tokens, not {len(request.resumed)}",
+                field="resumed_token_ids",
+            )
         # Cached pages are useless where every row of the prompt is needed.
         return dataclasses.replace(work, page_keys=()) if work.needs_all_rows else work
 
@@ -259,6 +264,11 @@ def _check_tokens(request: Request, tokens: list[int], context: int, size: int) 
     if max(tokens) >= size:
         raise TokenOutOfRange(
             f"token id {max(tokens)} is outside the vocabulary of {size}", field="token_ids"
+        )
+    if max(request.resumed, default=0) >= size:
+        raise TokenOutOfRange(
+            f"token id {max(request.resumed)} is outside the vocabulary of {size}",
+            field="resumed_token_ids",
         )
     outside = [token for token, _ in request.sampling.logit_bias if token >= size]
     if outside:

@@ -60,7 +60,20 @@ def parse_request(
         prediction=message.prediction,
         cache_salt=message.cache_salt,
         priority=message.priority,
+        resumed=_parse_resumed(message),
     )
+
+
+def _parse_resumed(message: pb.GenerateRequest) -> tuple[int, ...]:
+    field = "resumed_token_ids"
+    _check_size(field, message.resumed_token_ids, bounds.MAX_PROMPT_TOKENS)
+    if message.resumed_token_ids and message.n > 1:
+        raise InvalidRequest("a stream of several answers cannot be resumed", field=field)
+    if message.resumed_token_ids and not message.sampling.HasField("seed"):
+        raise InvalidRequest(
+            "to resume a stream, send the seed of its Started as sampling.seed", field=field
+        )
+    return tuple(message.resumed_token_ids)
 
 
 def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
