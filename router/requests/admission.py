@@ -120,7 +120,7 @@ class Admission:
         deadline = math.inf if state.is_retry else deadline
         wait = 0.0 if state.is_retry else self._expected_wait(place, began)
         if state.suspicion is Suspicion.NONE:
-            self._refuse(self._queue.join(place, retry=state.is_retry))
+            self._refuse(self._queue.join(place, began, retry=state.is_retry))
         else:
             self._suspects.add(place)
         waiter = self._waiters[place] = asyncio.Event()

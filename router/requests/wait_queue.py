@@ -15,6 +15,12 @@ LONGEST_RETRY_SECONDS = 60.0
 MEMORY_SECONDS = 5.0
 """After which an interval between admissions has a third of its weight."""
 
+SHORTEST_RATE_SECONDS = 1.0
+"""Over which a rate is measured."""
+
+LEAST_FREE_SHARE = 0.01
+"""Of the admissions, that earlier priorities leave to later ones."""
+
 REMEMBERED_SECONDS = 10.0
 """For which intervals are remembered while nothing waits."""
 
@@ -73,6 +79,27 @@ class AdmissionPace:
         return max(ahead * self.interval, now - since)
 
 
+class JoinRate:
+    """How many requests join a second, of late."""
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._began = self._noted_at = 0.0
+
+    def note(self, now: float) -> None:
+        if now - self._noted_at > REMEMBERED_SECONDS:
+            self._count, self._began = 0.0, now
+        self._count = self._kept(now) * self._count + 1.0
+        self._noted_at = now
+
+    def rate(self, now: float) -> float:
+        seconds = MEMORY_SECONDS * -math.expm1((self._began - now) / MEMORY_SECONDS)
+        return self._kept(now) * self._count / max(seconds, SHORTEST_RATE_SECONDS)
+
+    def _kept(self, now: float) -> float:
+        return math.exp((self._noted_at - now) / MEMORY_SECONDS)
+
+
 class WaitQueue:
     """Requests that wait for a worker with room. The lowest priority is first; within one the
     tenants take turns, each with its requests in order of arrival. A retry keeps its request's
@@ -85,6 +112,8 @@ class WaitQueue:
         self._retries: set[Place] = set()
         self._size = 0
         self._pace = AdmissionPace()
+        # By priority.
+        self._joins: defaultdict[int, JoinRate] = defaultdict(JoinRate)
         # By priority and tenant, since some may be admitted while others are not.
         self._paces: defaultdict[tuple[int, str], AdmissionPace] = defaultdict(AdmissionPace)
 
@@ -112,7 +141,7 @@ class WaitQueue:
         expected = self._pace.interval * self._size
         return min(max(expected, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
 
-    def join(self, place: Place, *, retry: bool = False) -> Place | None:
+    def join(self, place: Place, now: float, *, retry: bool = False) -> Place | None:
         """Returns the request that is refused in its place when the queue is full. Raises Exhausted
         where none gives way, unless the request is a retry."""
         displaced = None
@@ -126,6 +155,7 @@ class WaitQueue:
         own = self._waiting.setdefault(place.priority, {}).setdefault(place.tenant, [])
         bisect.insort(own, place)
         self._size += 1
+        self._joins[place.priority].note(now)
         return displaced
 
     def displace(self, place: Place) -> Place | None:
@@ -177,10 +207,17 @@ class WaitQueue:
         turns = self._waiting.get(place.priority, {}).values()
         ahead = sum(min(len(each), own + 1) for each in turns)
         earlier = sum(n for priority, n in self.priorities.items() if priority < place.priority)
-        expected = self._pace.expected_wait(now, earlier + ahead)
+        expected = self._pace.expected_wait(now, earlier + ahead) / self._free_share(place, now)
         if pace := self._paces.get((place.priority, place.tenant)):
             expected = max(expected, pace.expected_wait(now, own))
         return expected
+
+    def _free_share(self, place: Place, now: float) -> float:
+        """Of the admissions, those that requests of earlier priorities, which keep arriving, leave
+        to this one."""
+        earlier = (self._joins[each] for each in self._waiting if each < place.priority)
+        rate = sum(joins.rate(now) for joins in earlier)
+        return max(1.0 - rate * self._pace.interval, LEAST_FREE_SHARE)
 
     def _count(self, place: Place) -> int:
         """How many of the tenant's wait with this priority."""
