@@ -1,6 +1,8 @@
 """LoRA adapters on one GPU: what they add to steps, and what a load takes.
 
     python -m bench.adapters [--config CONFIG_JSON] [--rank 16]
+    python -m bench.adapters --zipf        where requests for many adapters go (no GPU):
+                                           bench/adapter_spread.py
 
 Needs a GPU, torch, triton and safetensors. The model has the config's shape (Llama 3.1 8B's by
 default) and random bfloat16 weights; so have the adapters, in all linear layers. Times are those of
@@ -12,7 +14,6 @@ memory.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -20,19 +21,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 from baton.core.adapter_store import find_adapter
 from baton.core.types import Adapter
-from baton.engine.adapter_weights import places_of
 from baton.engine.architecture import parse_architecture
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.device import AdapterRoom
 from baton.engine.gpu.numerics import Numerics
-from baton.engine.model import Model
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.weights import load_model
+from bench import adapter_spread
+from bench.adapter_spread import write_adapter
 from bench.gpu import CONFIGS, PAGE_SIZE, Bench, prompts_of
 from bench.timing import median_seconds
 
@@ -40,18 +39,6 @@ SLOTS, TOKENS, MAX_BATCH, TRIES = 16, 60_000, 64, 5
 STEPS = ((1, 1, 512), (32, 1, 512), (32, 8, 512), (32, 16, 512), (64, 8, 512))
 """Rows of a decode step, different adapters among them, and context."""
 PROMPTS = (512, 2048)
-
-
-def write_adapter(model: Model, folder: Path, rank: int) -> None:
-    tensors = {}
-    for place in places_of(model):
-        name = f"base_model.model.{place.module}.lora_"
-        tensors[f"{name}A.weight"] = torch.randn(rank, place.layer.weight.shape[1])
-        tensors[f"{name}B.weight"] = torch.randn(place.outputs, rank) / 100
-    save_file({name: each.bfloat16() for name, each in tensors.items()}, folder / WEIGHTS_FILE)
-    modules = sorted({place.module.rsplit(".", 1)[1] for place in places_of(model)})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
-    (folder / CONFIG_FILE).write_text(json.dumps(config))
 
 
 def loads(slots: AdapterSlots, adapter: Adapter) -> Iterator[tuple[str, float]]:
@@ -114,7 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--config", type=Path, default=CONFIGS / "llama-3.1-8b.json")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--zipf", action="store_true", help="many adapters on few places")
     options = parser.parse_args()
+    if options.zipf:
+        adapter_spread.main()
+        return
     shape = parse_architecture(options.config)
     model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
     pages = TOKENS // PAGE_SIZE * len(shape.slices.windows)

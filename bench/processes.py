@@ -32,8 +32,8 @@ class Process:
 
     pid: int
     address: str
-    metrics: str = ""  # empty for a worker, as is the next
-    http: str = ""
+    metrics: str = ""  # empty for a worker without `metrics`
+    http: str = ""  # empty for a worker
 
     @property
     def memory(self) -> int:
@@ -48,16 +48,19 @@ def workers(
     tree: Mapping[str, object],
     names: Collection[str],
     variables: Mapping[str, str] | None = None,
+    *,
+    metrics: bool = False,
 ) -> Iterator[dict[str, Process]]:
     """Starts workers, by names such as "prefill-0", which end with the block.
 
-    `variables` are added to their environment."""
+    `variables` are added to their environment. With `metrics` they serve theirs."""
     config = _write(folder / "workers.yaml", tree)
     with contextlib.ExitStack() as running:
         started = {}
         for name in names:
             module = f"baton.{name.partition('-')[0]}_worker"
             arguments = [module, "--config", config, "--name", name]
+            arguments += ["--metrics-port", "0"] if metrics else []
             log = folder / f"{name}.log"
             started[name] = running.enter_context(_start(log, arguments, variables or {})), log
         yield {name: _ready(popen, log) for name, (popen, log) in started.items()}

@@ -122,6 +122,8 @@ Call = Callable[[AsyncClient, str], Coroutine[None, None, object]]
 CALLS: list[Call] = [
     lambda client, model: client.generate("Hello", model=model, max_tokens=2),
     lambda client, model: client.embed(["Hello"], model=model),
+    lambda client, model: client.tokenize("Hello", model=model),
+    lambda client, model: client.detokenize([1], model=model),
 ]
 
 
@@ -133,15 +135,6 @@ async def test_grpc_answers_for_its_models_alone(door: Door, call: Call) -> None
             with pytest.raises(PermissionDenied) as refused:
                 await call(client, model)
             assert refused.value.field == "model"
-
-
-async def test_tokens_over_grpc_are_of_the_base(door: Door) -> None:
-    """The client names no model there."""
-    async with door.client("acme") as client:
-        with pytest.raises(PermissionDenied):
-            await client.tokenize("Hello")
-        with pytest.raises(PermissionDenied):
-            await client.detokenize([1])
 
 
 async def test_the_open_inference_protocol_answers_for_its_models_alone(door: Door) -> None:
