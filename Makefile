@@ -50,7 +50,7 @@ test-clients: setup ## run other people's clients: SDKs, LangChain, litellm, Tri
 	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
 	@$(BIN)/python -m pytest tests/clients
 
-lint: $(VENV)/.installed ## ruff and mypy --strict
+lint: $(VENV)/.installed ## ruff, with bandit's rules, and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, DeadlineExceeded, Exhausted, LayoutMismatch, Unavailable
+from baton.core.types import Request
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
 from baton.router.placement.placer import Placer
@@ -86,6 +87,17 @@ class Admission:
 
     def arrive(self, priority: int = 0, tenant: str = "") -> Place:
         return Place(priority, next(self._orders), tenant)
+
+    def check_wait(self, request: Request) -> None:
+        """Refuses a request that would wait too long, before its prompt is tokenized."""
+        now = time.monotonic()
+        wait = self._expected_wait(Place(request.priority, 0, request.tenant), now)
+        if now + wait > request.deadline:
+            raise DeadlineExceeded(
+                f"requests that arrive now would wait {wait:.2f} seconds, and the deadline leaves"
+                f" {max(request.deadline - now, 0.0):.2f}",
+                retry_after=self._queue.retry_after,
+            )
 
     def make_room(self, priority: int, tenant: str) -> bool:
         """Refuses a waiting request in favour of one that arrives, if there is one to give way."""

@@ -167,6 +167,8 @@ class Serving:
         """Returns each answer's finish reason."""
         # The context length is known once a worker is attached.
         await self.admission.wait_ready()
+        if self._responses is None:
+            self.admission.check_wait(request)
         text, context, naming = self._prompt_rules(request)
         prompt = await self._in_thread(text.prepare, request, context, naming)
         for entry in entries:

@@ -96,6 +96,7 @@ async def test_requests_wait_in_the_routers_queue_when_decode_is_full(
             for number in range(8):
                 tasks.append(asyncio.create_task(ask(client, number)))
                 await asyncio.sleep(0.02)
+            await until(lambda: waits(client, 4))
             status = await client.status()
             waiting = [worker.load.waiting for worker in status.workers]
             queued = scrape(cluster.metrics)[metrics.QUEUED_REQUESTS]

@@ -51,6 +51,6 @@ def test_tokens_outside_the_structure_are_refused(idle: ProcessCluster) -> None:
         stream = client.stream("A number: ", regex="[0-9]{3}", max_tokens=8)
         assert len(stream.read().text) == 3
         request = stream._resumed()
-        request.resumed_token_ids[:] = client.tokenize("word")
+        request.resumed_token_ids[:] = client.tokenize("word").token_ids
         with pytest.raises(InvalidRequest, match="do not match"):
             client._stream(request, None).read()

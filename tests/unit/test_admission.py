@@ -14,7 +14,7 @@ from scripted_worker import ScriptedWorker
 from baton.core.config import Config, RouterConfig
 from baton.core.errors import DeadlineExceeded, Exhausted, Unavailable
 from baton.core.tasks import cancel_all
-from baton.core.types import AttemptKey, Role, Sampling, Work
+from baton.core.types import AttemptKey, Request, Role, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placer import Placer
 from baton.router.requests.admission import Admission, Assignment
@@ -120,6 +120,14 @@ async def test_what_would_wait_too_long_is_refused_at_once(membership: Membershi
     admission._queue._pace._since = time.monotonic() - 2 * CONFIG.queue_timeout
     with pytest.raises(Exhausted, match="would wait 60"):
         await assigned(admission)
+    request = Request("r", (1, 2), Sampling(), 8)
+    with pytest.raises(Exhausted, match="would wait 60"):
+        admission.check_wait(request)
+    admission._queue._pace._since = time.monotonic() - 20.0
+    admission.check_wait(request)
+    with pytest.raises(DeadlineExceeded, match="would wait 20") as refused:
+        admission.check_wait(replace(request, deadline=time.monotonic() + 10.0))
+    assert refused.value.retry_after
     assert admission.queued == 1
     await cancel_all(waiting)
     await worker.stop()
