@@ -371,6 +371,21 @@ class ClientCalls(Generic[StreamType]):
         return (await self._call(self._admin.ClearResponses, request, timeout)).responses
 
     @shared
+    async def semantic_report(
+        self,
+        false_hit_rate: float = 0.01,
+        same_answer: float = 0.9,
+        *,
+        timeout: Timeout = CALL_SECONDS,
+    ) -> cluster_pb2.SemanticReportResponse:
+        """What the semantic cache would have answered (`cache.semantic: shadow`). A hit is false
+        where its answer is less similar to the computed one than `same_answer`."""
+        request = cluster_pb2.SemanticReportRequest(
+            false_hit_rate=false_hit_rate, same_answer=same_answer
+        )
+        return await self._call(self._admin.SemanticReport, request, timeout)
+
+    @shared
     async def drain(
         self, worker_id: str, *, restart: bool = False, timeout: Timeout = CALL_SECONDS
     ) -> None:

@@ -51,6 +51,8 @@ class GenerateOptions(TypedDict, total=False):
     tool_choice: str | None  # "auto", "none", "required", or the name of the one to call
     cache_salt: str | None  # requests share cached pages only under the same salt
     priority: int | None  # the lower, the earlier it is admitted; unset: 0
+    # Allows cached answers to questions that are at least so similar (cosine).
+    semantic_similarity: float | None
     request_id: str | None  # for logs; unset: the router chooses
     timeout: float | None  # seconds for the whole answer; unset: no limit
 

@@ -58,8 +58,11 @@ class Usage:
     # Guessed by the server (speculation), of all answers: right, and wrong.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
-    response_cache: str = ""  # "exact" for answers from the response cache
-    response_age: float = 0.0  # their seconds since they were computed
+    # Of answers from the response cache: "exact" or "semantic", and their seconds since they were
+    # computed.
+    response_cache: str = ""
+    response_age: float = 0.0
+    response_similarity: float = 0.0  # of the two questions, where they are not the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,7 @@ class AnswerBuilder:
                 sum(each.usage.rejected_prediction_tokens for each in self._finished.values()),
                 usage.response_cache.kind,
                 usage.response_cache.age_seconds,
+                usage.response_cache.similarity,
             ),
             request_id=started.request_id,
             model=started.model,

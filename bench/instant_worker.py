@@ -14,7 +14,7 @@ import math
 import struct
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ class Pace:
     token: int
     # Seconds between two steps of one worker; 0 is as fast as possible.
     step_seconds: float = 0.0
+    # Of an input's tokens.
+    embed: Callable[[Sequence[int]], bytes] = lambda tokens: EMBEDDING
     # No step before this time.
     go: asyncio.Event = field(default_factory=asyncio.Event)
     # When each token of a stream was sent, from its second on.
@@ -150,7 +152,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 epoch=work.epoch,
                 token=self._pace.token,
                 finish_reason=_finish(_wanted(work) - 1),
-                embedding=EMBEDDING if work.pooling else b"",
+                embedding=self._pace.embed(work.prompt_tokens) if work.pooling else b"",
             )
         )
 

@@ -40,16 +40,17 @@ AT_ONCE = 100
 
 
 @contextlib.asynccontextmanager
-async def router(cache: Mapping[str, object]) -> AsyncIterator[RouterServer]:
-    pace = Pace(LETTER)
+async def router(
+    cache: Mapping[str, object], pace: Pace | None = None, embedding_model: str = ""
+) -> AsyncIterator[RouterServer]:
+    pace = pace or Pace(LETTER)
     pace.go.set()
     name = model_store.EMBEDDED_NAME
     workers = [InstantWorker(role, f"{role.value}-0", name, pace) for role in Role]
     members = {"workers": [await worker.start() for worker in workers]}
     ports = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0}
-    server = RouterServer(
-        configs.parse({"router": ports, "members": members, "cache": cache, "drain_seconds": 0})
-    )
+    tree = {"router": ports, "members": members, "cache": cache, "drain_seconds": 0}
+    server = RouterServer(configs.parse({**tree, "embedding_model": embedding_model}))
     await server.start()
     await server.wait_ready()
     stopping = StopSignal()

@@ -6,15 +6,12 @@ import typer
 from typer import Option
 
 from baton import Client
-from baton.cli.terminal import Address, AsJson, print_result
+from baton.cli.terminal import Address, AsJson, console, grid, print_json, print_result
+from baton.cli.views import time_text
 from baton.connection import DEFAULT_ADDRESS
+from baton.v1 import cluster_pb2
 
 cache = typer.Typer(help="Manage the response cache.", no_args_is_help=True)
-
-
-@cache.callback()
-def _group() -> None:
-    """Keeps `clear` a command of its own while it is the only one."""
 
 
 @cache.command()
@@ -30,3 +27,45 @@ def clear(
         deleted = client.clear_responses(tenant)
     whose = "" if tenant is None else f" of {tenant}"
     print_result({"responses": deleted}, f"{deleted} responses{whose} deleted", as_json)
+
+
+@cache.command()
+def report(
+    false_hits: float = Option(
+        0.01, min=0.0001, max=1.0, help="Propose a similarity for this share of false hits."
+    ),
+    same_answer: float = Option(
+        0.9, min=0.01, max=1.0, help="Least similarity of two answers that say the same."
+    ),
+    as_json: AsJson = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Print what the semantic cache would have answered (cache.semantic: shadow)."""
+    with Client(address) as client:
+        found = client.semantic_report(false_hits, same_answer)
+    if as_json:
+        print_json(found)
+    else:
+        _print_report(found, false_hits)
+
+
+def _print_report(found: cluster_pb2.SemanticReportResponse, false_hits: float) -> None:
+    table = grid("least similarity", right=("hits", "other text", "false", "saved", "tokens"))
+    for each in found.thresholds:
+        table.add_row(f"{each.similarity:.2f}", *_cells(each))
+    console().print(f"{found.requests} requests were compared with earlier ones", table, sep="\n")
+    if found.HasField("proposed"):
+        least = found.proposed
+        counts = f"{least.false_hits} of {least.hits} hits are false"
+        console().print(f"proposed: cache.semantic_similarity: {least.similarity:.4f} ({counts})")
+    else:
+        console().print(f"no similarity is known to have at most {false_hits:.2%} false hits")
+
+
+def _cells(each: cluster_pb2.SemanticThreshold) -> tuple[str, ...]:
+    def share(part: int) -> str:
+        return f"{part / each.hits:.1%}" if each.hits else "-"
+
+    tokens = each.prompt_tokens + each.completion_tokens
+    shares = share(each.different_hits), share(each.false_hits)
+    return str(each.hits), *shares, time_text(each.seconds), str(tokens)

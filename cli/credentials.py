@@ -32,6 +32,13 @@ def add(
     priority: int = Option(
         0, min=-MAX_PRIORITY, max=MAX_PRIORITY, help="The least of its requests: none goes before."
     ),
+    semantic_similarity: float | None = Option(
+        None,
+        "--semantic-similarity",
+        min=0.0,
+        max=1.0,
+        help="Allow cached answers to questions that are at least so similar. (default: none)",
+    ),
     admin: bool = Option(False, "--admin", help="May also drain workers and see others' requests."),
     model: list[str] | None = Option(
         None,
@@ -49,6 +56,7 @@ def add(
         rate=rate,
         concurrency=concurrency,
         priority=priority,
+        semantic_similarity=semantic_similarity,
         admin=admin,
         models=model or (),
     )
@@ -94,6 +102,9 @@ def _described(key: ApiKey) -> str:
         f"{key.rate:g} calls a second" if key.rate else "",
         f"{key.concurrency} answers at once" if key.concurrency else "",
         f"priority {key.priority} or later" if key.priority else "",
+        f"answers to similar questions from {key.semantic_similarity:g}"
+        if key.semantic_similarity is not None
+        else "",
         "admin" if key.admin else "",
         f"only {' '.join(key.models)}" if key.models else "",
     ]

@@ -228,7 +228,8 @@ def request_table(requests: Sequence[timing_pb2.RequestTiming]) -> Table:
 def _workers(answer: timing_pb2.AnswerTiming) -> str:
     if answer.HasField("response_cache"):
         cache = answer.response_cache
-        return f"response cache ({cache.kind}, {duration(cache.age_seconds)} old)"
+        similar = f", similarity {cache.similarity:.4f}" if cache.HasField("similarity") else ""
+        return f"response cache ({cache.kind}{similar}, {duration(cache.age_seconds)} old)"
     return " → ".join(filter(None, (answer.prefill_worker, answer.decode_worker)))
 
 

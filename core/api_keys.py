@@ -38,6 +38,9 @@ class ApiKey:
     concurrency: int = 0
     # The least of its requests: one that asks for less gets this.
     priority: int = 0
+    # Allows answers to questions that are at least so similar, to all its requests (the semantic
+    # cache); None leaves that to the requests.
+    semantic_similarity: float | None = None
     # Whether it may drain workers and see others' requests.
     admin: bool = False
     # Names of the models and adapters that it may use, where * stands for anything; empty sets no
@@ -54,13 +57,14 @@ def make_key(
     rate: float = 0.0,
     concurrency: int = 0,
     priority: int = 0,
+    semantic_similarity: float | None = None,
     admin: bool = False,
     models: Iterable[str] = (),
 ) -> tuple[str, ApiKey]:
     """A new key, and its entry."""
     secret = PREFIX + secrets.token_urlsafe(32)
-    digest, names = digest_of(secret), tuple(models)
-    return secret, _checked(ApiKey(name, digest, rate, concurrency, priority, admin, names))
+    limits = (rate, concurrency, priority, semantic_similarity, admin, tuple(models))
+    return secret, _checked(ApiKey(name, digest_of(secret), *limits))
 
 
 def digest_of(secret: str) -> str:
@@ -87,7 +91,11 @@ def write_keys(path: Path, keys: list[ApiKey]) -> None:
     """The file is readable by its owner alone."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fresh.touch(mode=0o600)
-    fresh.write_text(yaml.safe_dump([asdict(key) for key in keys], sort_keys=False))
+    # What a key leaves out is not written: versions before it refuse its name.
+    given = [
+        {name: value for name, value in asdict(key).items() if value is not None} for key in keys
+    ]
+    fresh.write_text(yaml.safe_dump(given, sort_keys=False))
     fresh.replace(path)
 
 
@@ -113,6 +121,11 @@ def _checked(key: ApiKey) -> ApiKey:
         raise InvalidConfig(f"the concurrency of key {name} must be 0 or more")
     if type(key.priority) is not int or abs(key.priority) > MAX_PRIORITY:
         raise InvalidConfig(f"the priority of key {name} must be {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    similarity = key.semantic_similarity
+    if similarity is not None and (
+        not isinstance(similarity, int | float) or not 0 <= similarity <= 1
+    ):
+        raise InvalidConfig(f"the semantic_similarity of key {name} must be 0 to 1")
     if type(key.admin) is not bool:
         raise InvalidConfig(f"admin of key {name} must be true or false")
     if not all(isinstance(each, str) and each for each in key.models):

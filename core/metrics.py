@@ -27,6 +27,8 @@ TTFT_FORECAST_RATIO = "baton_first_token_forecast_ratio"
 RESPONSE_LOOKUPS = "baton_response_cache_lookups_total"
 RESPONSE_STORES = "baton_response_cache_stores_total"
 RESPONSE_BYTES = "baton_response_cache_bytes"
+SEMANTIC_LOOKUPS = "baton_semantic_cache_lookups_total"
+SEMANTIC_STORES = "baton_semantic_cache_stores_total"
 
 # Per worker, measured at the worker; routers repeat the reported gauges.
 PAGES = "baton_pages"
@@ -75,6 +77,9 @@ HELP = {
     RESPONSE_LOOKUPS: "Requests looked up in the response cache, by result: hit, miss, failed",
     RESPONSE_STORES: "Responses for the response cache, by result: stored, failed",
     RESPONSE_BYTES: "Bytes of responses in this router's memory",
+    SEMANTIC_LOOKUPS: "Searches for similar questions, by result: hit, miss, failed, late (the"
+    " first token came before)",
+    SEMANTIC_STORES: "Questions for the semantic cache, by result: stored, failed",
     PAGES: "Pages of the K/V pool by state: free, leased, quarantined, cached (which are free too)",
     WAITING: "Requests that wait in a worker for pages or compute",
     RUNNING: "Requests in a worker's current batch",

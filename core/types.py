@@ -342,6 +342,8 @@ class Request:
     # Whether the caller chose the sampling's seed.
     seeded: bool = False
     caching: Caching = Caching.ALLOWED
+    # How similar a question must be for its cached answer to do; None: only the same request's.
+    semantic_similarity: float | None = None
     # The caller's deadline, on time.monotonic()'s clock.
     deadline: float = math.inf
     # The answer's tokens that the caller has, from a stream that broke; it continues after them.

@@ -90,12 +90,15 @@ class RouterServer:
         self._health = health.aio.HealthServicer()
         self._membership = Membership(self._router_id, model, self._config)
         placer = Placer(self._membership, router)
-        self._responses = CachedResponses.open(self._config.cache, self._metrics)
         adapters = AdapterNames(model, self._config.allowed_adapters)
         for name, adapter_folder in self._config.adapters.items():
             adapters.name(name, await adapters.read(name, adapter_folder))
         embedding = self._config.embedding_model
         encoder = await asyncio.to_thread(EmbeddingModel.load, embedding) if embedding else None
+        cache, digest = self._config.cache, b""
+        if encoder and cache.responses == "semantic":
+            digest = await asyncio.to_thread(encoder.digest)
+        self._responses = CachedResponses.open(cache, self._metrics, digest)
         self._serving = Serving(
             text,
             self._membership,

@@ -801,6 +801,112 @@ class ClearResponsesResponse(_message.Message):
 Global___ClearResponsesResponse: _TypeAlias = ClearResponsesResponse  # noqa: Y015
 
 @_typing.final
+class SemanticReportRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FALSE_HIT_RATE_FIELD_NUMBER: _builtins.int
+    SAME_ANSWER_FIELD_NUMBER: _builtins.int
+    false_hit_rate: _builtins.float
+    """The share of false hits for which a similarity is proposed, above 0 and below
+    1.
+    """
+    same_answer: _builtins.float
+    """The least similarity of two answers that say the same, above 0 and at most 1."""
+    def __init__(
+        self,
+        *,
+        false_hit_rate: _builtins.float = ...,
+        same_answer: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["false_hit_rate", b"false_hit_rate", "same_answer", b"same_answer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SemanticReportRequest: _TypeAlias = SemanticReportRequest  # noqa: Y015
+
+@_typing.final
+class SemanticReportResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    THRESHOLDS_FIELD_NUMBER: _builtins.int
+    PROPOSED_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Requests that were compared with earlier ones."""
+    @_builtins.property
+    def thresholds(self) -> _containers.RepeatedCompositeFieldContainer[Global___SemanticThreshold]:
+        """What some least similarities would have done, the lowest first."""
+
+    @_builtins.property
+    def proposed(self) -> Global___SemanticThreshold:
+        """The same for the lowest similarity from which on at most that share of hits
+        is false. Not set where too few hits are known, or too many are false.
+        """
+
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        thresholds: _abc.Iterable[Global___SemanticThreshold] | None = ...,
+        proposed: Global___SemanticThreshold | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["proposed", b"proposed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proposed", b"proposed", "requests", b"requests", "thresholds", b"thresholds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SemanticReportResponse: _TypeAlias = SemanticReportResponse  # noqa: Y015
+
+@_typing.final
+class SemanticThreshold(_message.Message):
+    """What a least similarity of questions would have done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIMILARITY_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    DIFFERENT_HITS_FIELD_NUMBER: _builtins.int
+    FALSE_HITS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    similarity: _builtins.float
+    """The least similarity."""
+    hits: _builtins.int
+    """Requests that would have been answered with another's answer."""
+    different_hits: _builtins.int
+    """Of these, those whose own answer has other tokens."""
+    false_hits: _builtins.int
+    """Of these, those whose own answer is not similar: it says something else."""
+    seconds: _builtins.float
+    """From arrival to the last token, of all hits."""
+    prompt_tokens: _builtins.int
+    """The prompts' tokens of all hits."""
+    completion_tokens: _builtins.int
+    """The answers' tokens of all hits."""
+    def __init__(
+        self,
+        *,
+        similarity: _builtins.float = ...,
+        hits: _builtins.int = ...,
+        different_hits: _builtins.int = ...,
+        false_hits: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "different_hits", b"different_hits", "false_hits", b"false_hits", "hits", b"hits", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "similarity", b"similarity"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SemanticThreshold: _TypeAlias = SemanticThreshold  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

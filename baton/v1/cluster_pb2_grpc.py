@@ -460,6 +460,11 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.FromString,
                 _registered_method=True)
+        self.SemanticReport = channel.unary_unary(
+                '/baton.v1.Admin/SemanticReport',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.SemanticReportRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.SemanticReportResponse.FromString,
+                _registered_method=True)
         self.AddAdapter = channel.unary_unary(
                 '/baton.v1.Admin/AddAdapter',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.AddAdapterRequest.SerializeToString,
@@ -555,6 +560,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SemanticReport(self, request, context):
+        """What the semantic cache would have answered, where it runs in the shadow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AddAdapter(self, request, context):
         """Serves a LoRA adapter under a name from now on. Returns when every worker
         has loaded it.
@@ -628,6 +640,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ClearResponses,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.SerializeToString,
+            ),
+            'SemanticReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.SemanticReport,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.SemanticReportRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.SemanticReportResponse.SerializeToString,
             ),
             'AddAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.AddAdapter,
@@ -937,6 +954,33 @@ class Admin(object):
             '/baton.v1.Admin/ClearResponses',
             baton_dot_v1_dot_cluster__pb2.ClearResponsesRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.ClearResponsesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SemanticReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SemanticReport',
+            baton_dot_v1_dot_cluster__pb2.SemanticReportRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.SemanticReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -182,6 +182,8 @@ class AdminStub:
     """The last minutes, in steps of a few seconds."""
     ClearResponses: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClearResponsesRequest, _cluster_pb2.ClearResponsesResponse]
     """Deletes answers from the response cache: the shared one, or this router's."""
+    SemanticReport: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SemanticReportRequest, _cluster_pb2.SemanticReportResponse]
+    """What the semantic cache would have answered, where it runs in the shadow."""
     AddAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.AddAdapterRequest, _cluster_pb2.AddAdapterResponse]
     """Serves a LoRA adapter under a name from now on. Returns when every worker
     has loaded it.
@@ -222,6 +224,8 @@ class AdminAsyncStub(AdminStub):
     """The last minutes, in steps of a few seconds."""
     ClearResponses: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClearResponsesRequest, _cluster_pb2.ClearResponsesResponse]  # type: ignore[assignment]
     """Deletes answers from the response cache: the shared one, or this router's."""
+    SemanticReport: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SemanticReportRequest, _cluster_pb2.SemanticReportResponse]  # type: ignore[assignment]
+    """What the semantic cache would have answered, where it runs in the shadow."""
     AddAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.AddAdapterRequest, _cluster_pb2.AddAdapterResponse]  # type: ignore[assignment]
     """Serves a LoRA adapter under a name from now on. Returns when every worker
     has loaded it.
@@ -325,6 +329,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ClearResponsesResponse, _abc.Awaitable[_cluster_pb2.ClearResponsesResponse]]:
         """Deletes answers from the response cache: the shared one, or this router's."""
+
+    @_abc_1.abstractmethod
+    def SemanticReport(
+        self,
+        request: _cluster_pb2.SemanticReportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.SemanticReportResponse, _abc.Awaitable[_cluster_pb2.SemanticReportResponse]]:
+        """What the semantic cache would have answered, where it runs in the shadow."""
 
     @_abc_1.abstractmethod
     def AddAdapter(

@@ -110,6 +110,7 @@ class GenerateRequest(_message.Message):
     PREDICTION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SEMANTIC_SIMILARITY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model, or of an adapter of it, as ListModels gives it. Empty
     means the model.
@@ -160,6 +161,12 @@ class GenerateRequest(_message.Message):
     """The lower, the earlier it is admitted where requests wait for workers, in
     [-1000, 1000]; among requests of one priority the API keys take turns. A key
     may have a least one, which counts where the request's is lower.
+    """
+    semantic_similarity: _builtins.float
+    """Set where a cached answer to a similar question will do (the semantic
+    cache): the least cosine similarity of the two questions, in [0, 1]. The
+    operator's least counts where it is higher. May also be said in the metadata,
+    as "x-baton-semantic-similarity", or for an API key.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -216,10 +223,11 @@ class GenerateRequest(_message.Message):
         prediction: _builtins.str = ...,
         priority: _builtins.int = ...,
         resumed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        semantic_similarity: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "grammar", b"grammar", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "sampling", b"sampling", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_semantic_similarity", b"_semantic_similarity", "chat", b"chat", "grammar", b"grammar", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "sampling", b"sampling", "semantic_similarity", b"semantic_similarity", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_semantic_similarity", b"_semantic_similarity", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "sampling", b"sampling", "semantic_similarity", b"semantic_similarity", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -229,6 +237,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__semantic_similarity: _TypeAlias = _typing.Literal["semantic_similarity"]  # noqa: Y015
+    _WhichOneofArgType__semantic_similarity: _TypeAlias = _typing.Literal["_semantic_similarity", b"_semantic_similarity"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     _WhichOneofReturnType_structure: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar"]  # noqa: Y015
@@ -241,6 +251,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__semantic_similarity) -> _WhichOneofReturnType__semantic_similarity | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
     @_typing.overload

@@ -101,3 +101,47 @@ class CachedAnswer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CachedAnswer: _TypeAlias = CachedAnswer  # noqa: Y015
+
+@_typing.final
+class ShadowHit(_message.Message):
+    """An answer that the semantic cache would have given, beside the one that was
+    computed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIMILARITY_FIELD_NUMBER: _builtins.int
+    SAME_FIELD_NUMBER: _builtins.int
+    ANSWER_SIMILARITY_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    similarity: _builtins.float
+    """Of the two questions."""
+    same: _builtins.bool
+    """Whether both answers have the same tokens."""
+    answer_similarity: _builtins.float
+    """Of the two answers, as the cosine of their embeddings."""
+    seconds: _builtins.float
+    """From the request's arrival to its last token."""
+    prompt_tokens: _builtins.int
+    """The prompt's tokens."""
+    completion_tokens: _builtins.int
+    """The computed answer's tokens."""
+    def __init__(
+        self,
+        *,
+        similarity: _builtins.float = ...,
+        same: _builtins.bool = ...,
+        answer_similarity: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_similarity", b"answer_similarity", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "same", b"same", "seconds", b"seconds", "similarity", b"similarity"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShadowHit: _TypeAlias = ShadowHit  # noqa: Y015

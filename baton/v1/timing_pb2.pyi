@@ -119,21 +119,31 @@ class ResponseCache(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    SIMILARITY_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """How the request was found: "exact"."""
+    """How the request was found: "exact" (the same request) or "semantic" (a
+    similar question).
+    """
     age_seconds: _builtins.float
     """Since the answer was computed."""
+    similarity: _builtins.float
+    """Of a "semantic" one: how similar the two questions are, as the cosine of their
+    embeddings.
+    """
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         age_seconds: _builtins.float = ...,
+        similarity: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_similarity", b"_similarity", "similarity", b"similarity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_similarity", b"_similarity", "age_seconds", b"age_seconds", "kind", b"kind", "similarity", b"similarity"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__similarity: _TypeAlias = _typing.Literal["similarity"]  # noqa: Y015
+    _WhichOneofArgType__similarity: _TypeAlias = _typing.Literal["_similarity", b"_similarity"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__similarity) -> _WhichOneofReturnType__similarity | None: ...
 
 Global___ResponseCache: _TypeAlias = ResponseCache  # noqa: Y015
 

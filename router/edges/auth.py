@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from baton.core.errors import (
 log = logging.getLogger(__name__)
 
 RELOAD_SECONDS = 1.0
+SIMILARITY_HEADER = "x-baton-semantic-similarity"
+"""Allows answers to similar questions, as the field semantic_similarity does."""
 _SCHEME = "bearer "
 
 
@@ -55,6 +58,14 @@ class Caller:
             raise PermissionDenied(
                 f"this API key may not use the model {model!r}, only {allowed}", field="model"
             )
+
+    def semantic_similarity(self, asked: float | None, header: str) -> float | None:
+        """How similar a question must be for its cached answer to do: the most that the request,
+        its header and the key say; None where none of them allows it."""
+        given = [each for each in (asked, self.key.semantic_similarity) if each is not None]
+        if header:
+            given.append(_parse_similarity(header))
+        return max(given, default=None)
 
     def salt(self, cache_salt: str) -> str:
         """Scopes a cache salt to the key, so that keys share no cached pages. No key name has a
@@ -92,6 +103,16 @@ class Caller:
                 retry_after=(1 - self._tokens) / rate,
             )
         self._tokens -= 1
+
+
+def _parse_similarity(header: str) -> float:
+    try:
+        similarity = float(header)
+    except ValueError:
+        similarity = math.nan
+    if not 0 <= similarity <= 1:
+        raise InvalidRequest(f"{SIMILARITY_HEADER} must be 0 to 1", field=SIMILARITY_HEADER)
+    return similarity
 
 
 ANONYMOUS = Caller(ApiKey("", "", priority=-MAX_PRIORITY, admin=True))

@@ -11,6 +11,7 @@ compared. A ledger has a fixed size, however long the answer.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -185,6 +186,11 @@ class AnswerLedger:
             self.ended = now
 
 
+def rounded(similarity: float) -> float:
+    """Down, so that it never seems to be more than it is."""
+    return math.floor(similarity * 1e4) / 1e4
+
+
 class RequestLedger:
     """Of one call: an entry for each answer to each of its prompts."""
 
@@ -219,7 +225,12 @@ class RequestLedger:
         found = [each.response_cache for each in self.answers if each.response_cache]
         if len(found) < len(self.answers):
             return ""
-        return f"{found[0].kind}; age={max(each.age_seconds for each in found):.0f}"
+        age = max(each.age_seconds for each in found)
+        similar = [each.similarity for each in found if each.HasField("similarity")]
+        if not similar:
+            return f"exact; age={age:.0f}"
+        # Of several answers, the least sure says what the call is.
+        return f"semantic; similarity={rounded(min(similar))}; age={age:.0f}"
 
     def end(self) -> None:
         """The last byte has been written. The first call counts."""

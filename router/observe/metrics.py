@@ -61,6 +61,8 @@ class RouterMetrics:
             self.requests.labels(outcome=reason)
         self.response_lookups = self._counter(names.RESPONSE_LOOKUPS, ["result"])
         self.response_stores = self._counter(names.RESPONSE_STORES, ["result"])
+        self.semantic_lookups = self._counter(names.SEMANTIC_LOOKUPS, ["result"])
+        self.semantic_stores = self._counter(names.SEMANTIC_STORES, ["result"])
         self.response_bytes = Gauge(
             names.RESPONSE_BYTES, names.HELP[names.RESPONSE_BYTES], registry=self.registry
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -11,18 +12,32 @@ from baton.core.errors import InvalidRequest
 from baton.core.types import Pooling, Request
 from baton.router.prompts.text import Text
 
+_DECISIVE_FILES = {".json", ".safetensors", ".model", ".txt"}
+"""By their suffixes: configurations, weights, tokenizers."""
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModel:
     name: str
     text: Text
     max_tokens: int  # of an input
+    folder: Path
 
     @classmethod
     def load(cls, model: str) -> Self:
         folder = Path(model).expanduser().absolute()
         max_tokens = EncoderConfig.read(folder).max_tokens
-        return cls(folder.name, Text.load(folder), max_tokens)
+        return cls(folder.name, Text.load(folder), max_tokens, folder)
+
+    def digest(self) -> bytes:
+        """Of all that decides a vector. Reads all of it."""
+        digest = hashlib.blake2b(digest_size=32, person=b"baton-embedder")
+        files = [*self.folder.iterdir(), *self.folder.glob("*_Pooling/*")]
+        for file in sorted(each for each in files if each.suffix in _DECISIVE_FILES):
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").digest()
+            digest.update(str(file.relative_to(self.folder)).encode() + b"\0" + content)
+        return digest.digest()
 
     def addressed(self, request: Request) -> Request:
         """The request as this model's; raises why it cannot be."""

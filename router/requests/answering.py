@@ -23,13 +23,13 @@ from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Demand, TokenTimes, Trends
 from baton.router.prompts.text import Text
 from baton.router.requests.dispatch import Dispatcher
+from baton.router.requests.question_embedder import QuestionEmbedder
 from baton.router.response_cache.cache_store import ResponseKey
-from baton.router.response_cache.cached_responses import (
-    CachedResponses,
-    FoundResponse,
-    found_or_computed,
-    response_key,
-)
+from baton.router.response_cache.cached_responses import CachedResponses, found_or_computed
+from baton.router.response_cache.response_keys import response_key
+from baton.router.response_cache.semantic_cache import Inquiry
+from baton.router.response_cache.shadow import Computed
+from baton.router.response_cache.stored_response import FoundResponse
 from baton.router.workers.membership import Membership
 from baton.v1 import inference_pb2 as pb
 
@@ -72,39 +72,81 @@ class Answering:
     trends: Trends
     demand: Demand
     responses: CachedResponses | None
+    embedder: QuestionEmbedder | None = None  # for the semantic cache
 
     async def run(self, task: AnswerTask, emit: Emit) -> list[FinishReason]:
         """Replays a cached response, or computes the answers. Returns why each ended."""
         if task.request.n > 1:
             emit = _started_once(emit)
         cache, caching = self.responses, task.request.caching
-        key = await self._response_key(task) if cache else None
+        key, inquiry = await self._keys(task) if cache else (None, None)
         if cache is None or key is None:
             if caching is Caching.ONLY:
                 raise NotCached("the answer is not cached")
             return [reason for reason, _ in await self._compute(task, emit)]
-        if caching is Caching.ONLY:
-            found: FoundResponse | list[_Computed] | None = await cache.find(key)
-        elif caching is Caching.RENEW:
-            found = await self._compute(task, emit, record=True)
-        else:
-            compute = functools.partial(self._compute, task, record=True)
-            found = await found_or_computed(cache.find(key), compute, emit, cache.head_start)
-        if found is None:
-            raise NotCached("the answer is not cached")
+        try:
+            found = await self._found_or_computed(cache, task, emit, key, inquiry)
+        except BaseException:
+            if inquiry:
+                inquiry.cancel()
+            raise
         if isinstance(found, FoundResponse):
             return self._replay(task, found, emit)
-        cache.keep(key, [recorded for _, recorded in found if recorded])
+        answers = [recorded for _, recorded in found if recorded]
+        if inquiry and not inquiry.answers:
+            inquiry.computed = self._computed(task, answers[0])
+        cache.keep(key, answers, inquiry)
         return [reason for reason, _ in found]
 
-    async def _response_key(self, task: AnswerTask) -> ResponseKey | None:
-        """In a thread where the prompt is long. None for what is not cached."""
+    async def _found_or_computed(
+        self,
+        cache: CachedResponses,
+        task: AnswerTask,
+        emit: Emit,
+        key: ResponseKey,
+        inquiry: Inquiry | None,
+    ) -> FoundResponse | list[_Computed]:
+        if task.request.caching is Caching.RENEW:
+            return await self._compute(task, emit, record=True)
+        search = inquiry.find if inquiry and inquiry.answers else None
+        if task.request.caching is Caching.ONLY:
+            found = await cache.find(key) or (await search() if search else None)
+            if found is None:
+                raise NotCached("the answer is not cached")
+            return found
+        compute = functools.partial(self._compute, task, record=True)
+        looking = cache.find(key)
+        return await found_or_computed(looking, compute, emit, cache.head_start, search)
+
+    async def _keys(self, task: AnswerTask) -> tuple[ResponseKey | None, Inquiry | None]:
+        """Under which the response is looked up, None for what is not cached; in a thread where the
+        prompt is long."""
         if task.request.resumed:
-            return None
-        model = self.membership.model_digest
+            return None, None
         if len(task.work.prompt_tokens) > INLINE_TOKENS:
-            return await asyncio.to_thread(response_key, task.request, task.work, model)
-        return response_key(task.request, task.work, model)
+            return await asyncio.to_thread(self._keys_now, task)
+        return self._keys_now(task)
+
+    def _keys_now(self, task: AnswerTask) -> tuple[ResponseKey | None, Inquiry | None]:
+        model = self.membership.model_digest
+        key = response_key(task.request, task.work, model)
+        semantic = self.responses.semantic if self.responses else None
+        if key is None or semantic is None or self.embedder is None:
+            return key, None
+        embed = self.embedder.embed
+        return key, semantic.inquiry(task.request, task.work, model, key, embed)
+
+    def _computed(self, task: AnswerTask, answer: CachedAnswer) -> Computed:
+        """For the semantic cache's shadow."""
+        entry = task.entries[0]
+
+        async def compare(one: Sequence[int], other: Sequence[int]) -> float:
+            assert self.embedder is not None
+            decode = self.text.decode
+            return await self.embedder.compare(decode(one), decode(other), task.request)
+
+        tokens = answer.tokens.token_ids
+        return Computed(tokens, entry.prompt_tokens, entry.last - entry.arrived, compare)
 
     def _replay(self, task: AnswerTask, found: FoundResponse, emit: Emit) -> list[FinishReason]:
         for entry in task.entries:

@@ -49,8 +49,11 @@ from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.admission import Admission
 from baton.router.requests.answering import Answering, AnswerTask, gather_all
 from baton.router.requests.dispatch import Dispatcher
+from baton.router.requests.question_embedder import QuestionEmbedder
+from baton.router.response_cache.cache_store import StoreFailed
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.membership import Membership
+from baton.v1 import cluster_pb2
 
 GRAMMAR_SECONDS = 5.0
 """How long the check of a structure may take. Most take a millisecond."""
@@ -93,6 +96,9 @@ class Serving:
         self._answering = Answering(
             text, membership, self.dispatcher, metrics, self.trends, self.demand, responses
         )
+        if embedding_model:
+            embedder = QuestionEmbedder(embedding_model, self.dispatcher, self._threads)
+            self._answering.embedder = embedder
 
     async def generate(
         self, request: Request, ledger: RequestLedger, emit: Emit, place: int = 0
@@ -190,6 +196,18 @@ class Serving:
         if self._responses is None:
             raise NotServed("this router has no response cache: cache.responses is off")
         return await self._responses.clear(tenant)
+
+    async def semantic_report(
+        self, false_hit_rate: float, same_answer: float
+    ) -> cluster_pb2.SemanticReportResponse:
+        """What the semantic cache would have answered, where it runs in the shadow."""
+        shadow = self._responses.shadow if self._responses else None
+        if shadow is None:
+            raise NotServed("this router records no shadow: cache.semantic is not shadow")
+        try:
+            return await shadow.report(false_hit_rate, same_answer)
+        except StoreFailed as error:
+            raise Unavailable(f"the report cannot be read: {error}") from error
 
     def _work(self, request: Request, prompt: TokenizedPrompt, context: int, grammar: str) -> Work:
         room = context - len(prompt.tokens)

@@ -1,6 +1,10 @@
 """Answers to requests that were answered before: kept in this router's memory, or in Redis.
 
-cached_responses.py   which requests, under which key; the race of a look-up with computing
+response_keys.py      which requests, under which key; which questions are compared
+cached_responses.py   responses to the same request; the race of a look-up with computing
+semantic_cache.py     responses to similar questions, which similar_questions.py finds in Redis
+shadow.py             what these would have answered; shadow_report.py sums it up
+stored_response.py    a response as bytes
 cache_store.py        a store in memory
 redis_store.py        a store that routers share, over redis_connection.py
 """

@@ -44,7 +44,9 @@ CLEARED_AT_ONCE = 1000
 LEAST_SECRET_BYTES = 32
 
 PREFIX = b"baton:response:1:"
-"""Of every key; the number is the version of the values' format."""
+"""Of every response's key; the number is the version of the values' format."""
+SEMANTIC_PREFIX = b"baton:semantic:1:"
+"""Of the keys of semantic_cache.py."""
 _NONCE_BYTES = 12
 _Scanned = tuple[bytes, list[bytes]]
 
@@ -85,45 +87,63 @@ class RedisStore:
 
     def __init__(self, url: str, seconds: float, cipher: ResponseCipher | None = None) -> None:
         self._address = RedisAddress.parse(url)
-        self._lifetime = str(max(1, round(seconds * 1000)))
+        self.lifetime = str(max(1, round(seconds * 1000)))
         self._cipher = cipher
         self.reply_seconds = 0.0
         self._connection: RedisConnection | None = None
         self._told = False
         self._connecting = asyncio.create_task(self._stay_connected())
 
-    async def get(self, key: ResponseKey) -> bytes | None:
+    @property
+    def replies(self) -> bool:
+        """Whether it is connected, and owes no reply for long."""
         connection = self._connection
-        if connection is None or connection.oldest_seconds > LOOKUP_SECONDS:
-            raise StoreFailed("Redis does not answer")
-        name, began = _name(key), time.monotonic()
+        return connection is not None and connection.oldest_seconds <= LOOKUP_SECONDS
+
+    async def get(self, key: ResponseKey) -> bytes | None:
+        name, began = value_name(key), time.monotonic()
         try:
-            value = await self._replied(connection, LOOKUP_SECONDS, "GET", name)
+            value = await self.look_up("GET", name)
         finally:
             taken = time.monotonic() - began
             self.reply_seconds += REPLY_WEIGHT * (taken - self.reply_seconds)
-        if not isinstance(value, bytes):
-            return None
-        return self._cipher.decrypt(value, name) if self._cipher else value
+        return self.decrypt(value, key) if isinstance(value, bytes) else None
 
     async def put(self, key: ResponseKey, value: bytes) -> None:
-        connection = self._connection
-        if connection is None or connection.waiting >= MAX_WAITING:
-            raise StoreFailed("Redis does not answer")
         if len(value) > MAX_VALUE_BYTES:
             raise StoreFailed(f"a response of {len(value)} bytes is too large for Redis")
-        name = _name(key)
+        name = value_name(key)
         if self._cipher:
             value = self._cipher.encrypt(value, name)
-        await self._replied(connection, STORE_SECONDS, "SET", name, value, "PX", self._lifetime)
+        await self.store("SET", name, value, "PX", self.lifetime)
+
+    def decrypt(self, value: bytes, key: ResponseKey) -> bytes:
+        """A value as `put` got it."""
+        return self._cipher.decrypt(value, value_name(key)) if self._cipher else value
+
+    async def look_up(self, *command: bytes | str) -> Reply:
+        """Within LOOKUP_SECONDS; raises StoreFailed at once while Redis is late."""
+        if (connection := self._connection) is None or not self.replies:
+            raise StoreFailed("Redis does not answer")
+        return await self._replied(connection, LOOKUP_SECONDS, *command)
+
+    async def store(self, *command: bytes | str) -> Reply:
+        """Within STORE_SECONDS."""
+        if (connection := self._connection) is None:
+            raise StoreFailed("Redis does not answer")
+        return await self._replied(connection, STORE_SECONDS, *command)
 
     async def clear(self, tenant: bytes | None) -> int:
         if (connection := self._connection) is None:
             raise StoreFailed(f"the Redis at {self._address} does not answer")
-        pattern = _tenant_prefix(tenant) + b"*" if tenant is not None else PREFIX + b"*"
+        await self._delete(connection, SEMANTIC_PREFIX + _tenant_part(tenant))
+        return await self._delete(connection, PREFIX + _tenant_part(tenant))
+
+    async def _delete(self, connection: RedisConnection, prefix: bytes) -> int:
+        """Deletes all keys that begin so. Returns how many."""
         deleted, cursor = 0, b"0"
         while True:
-            scan = ("SCAN", cursor, "MATCH", pattern, "COUNT", str(CLEARED_AT_ONCE))
+            scan = ("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", str(CLEARED_AT_ONCE))
             cursor, names = cast(_Scanned, await self._replied(connection, STORE_SECONDS, *scan))
             if names:
                 count = await self._replied(connection, STORE_SECONDS, "UNLINK", *names)
@@ -190,9 +210,14 @@ class RedisStore:
                 await asyncio.wait_for(connection.ended.wait(), STORE_SECONDS / 4)
 
 
-def _tenant_prefix(tenant: bytes) -> bytes:
-    return PREFIX + tenant.hex().encode() + b":"
+def _tenant_part(tenant: bytes | None) -> bytes:
+    return b"" if tenant is None else tenant.hex().encode() + b":"
 
 
-def _name(key: ResponseKey) -> bytes:
-    return _tenant_prefix(key.tenant) + key.request.hex().encode()
+def value_name(key: ResponseKey) -> bytes:
+    return PREFIX + _tenant_part(key.tenant) + key.request.hex().encode()
+
+
+def semantic_name(tenant: bytes, rest: bytes) -> bytes:
+    """Of what belongs to a tenant's similar questions."""
+    return SEMANTIC_PREFIX + _tenant_part(tenant) + rest

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+from attached_router import attached_router
 from processes import ProcessCluster
 from waiting import until
 
-from baton.core import config as configs
-from baton.core.process import StopSignal
 from baton.router.response_cache import redis_store
-from baton.router.server import RouterServer
 from bench.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -38,24 +35,6 @@ SAMPLED = {"temperature": 1, "seed": 3, "max_tokens": 6}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-@asynccontextmanager
-async def attached_router(cluster: ProcessCluster, redis: str) -> AsyncIterator[RouterServer]:
-    """One more router of the cluster's workers, with a response cache."""
-    workers = [cluster.worker_address(name) for name in cluster.workers]
-    ports = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0}
-    cache = {"responses": "exact", "redis": redis}
-    tree = {"router": ports, "members": {"workers": workers}, "cache": cache}
-    server = RouterServer(configs.parse(tree))
-    stopping = StopSignal()
-    await server.start()
-    await server.wait_ready()
-    serving = asyncio.ensure_future(server.serve_until(stopping))
-    yield server
-    stopping.request()
-    stopping.request()
-    await serving
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def routers(
     embedded: ProcessCluster, tmp_path_factory: pytest.TempPathFactory
@@ -65,8 +44,9 @@ async def routers(
         patch.setattr(redis_store, "LOOKUP_SECONDS", 5.0)  # a busy machine is no failure
         async with AsyncExitStack() as stack:
             clients = []
+            tree: dict[str, object] = {"cache": {"responses": "exact", "redis": redis.url}}
             for _ in range(2):
-                server = await stack.enter_async_context(attached_router(embedded, redis.url))
+                server = await stack.enter_async_context(attached_router(embedded, tree))
                 url = f"http://{server.http_address}"
                 client = httpx.AsyncClient(base_url=url, timeout=120)
                 clients.append(await stack.enter_async_context(client))

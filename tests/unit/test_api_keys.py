@@ -178,18 +178,20 @@ def test_the_command_adds_lists_and_removes_keys(file: Path) -> None:
         result = CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
         return result.exit_code, result.stdout, result.stderr
 
+    similar = ("--semantic-similarity", "0.9")
     models = ("--model", "sql", "--model", "acme/*")
-    code, secret, _ = run("add", "alice", "--rate", "5", "--concurrency", "2", *models)
+    code, secret, _ = run("add", "alice", "--rate", "5", "--concurrency", "2", *similar, *models)
     assert code == 0
     assert KeyRing(str(file)).caller(bearer(secret.strip())).key.name == "alice"
     assert run("add", "alice")[0] == 1
     code, listed, _ = run("list")
     assert (code, listed.split()[0]) == (0, "alice")
-    assert "5 calls a second, 2 answers at once, only sql acme/*" in listed
+    similarity = "answers to similar questions from 0.9"
+    assert f"5 calls a second, 2 answers at once, {similarity}, only sql acme/*" in listed
     assert secret.strip() not in listed
     limits = {"rate": 5.0, "concurrency": 2, "priority": 0, "admin": False}
     assert json.loads(run("list", "--json")[1]) == [
-        {"name": "alice", **limits, "models": ["sql", "acme/*"]}
+        {"name": "alice", **limits, "semantic_similarity": 0.9, "models": ["sql", "acme/*"]}
     ]
     code, told, _ = run("remove", "alice", "--json")
     assert (code, json.loads(told)) == (0, {"name": "alice", "removed": True})

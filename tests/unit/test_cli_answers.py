@@ -113,6 +113,7 @@ def test_json_has_the_whole_answer_and_its_times(router: ScriptedRouter) -> None
             "rejected_prediction_tokens": 0,
             "response_cache": "",
             "response_age": 0.0,
+            "response_similarity": 0.0,
         },
         "logprobs": [],
         "reasoning": "",

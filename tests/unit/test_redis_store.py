@@ -90,7 +90,7 @@ async def test_one_tenants_values_are_cleared(redis: RedisServer) -> None:
 async def test_values_expire_in_redis(redis: RedisServer) -> None:
     async with opened(redis.url) as store:
         await store.put(KEY, b"value")
-    name = redis_store._name(KEY).decode()
+    name = redis_store.value_name(KEY).decode()
     assert 0 < int(redis.command("PTTL", name)[1:]) <= 60_000
 
 

@@ -24,11 +24,10 @@ from baton.router.response_cache.cache_store import (
 from baton.router.response_cache.cached_responses import (
     HEAD_START_SECONDS,
     CachedResponses,
-    FoundResponse,
     found_or_computed,
-    response_key,
-    tenant_digest,
 )
+from baton.router.response_cache.response_keys import response_key, tenant_digest
+from baton.router.response_cache.stored_response import FoundResponse
 from baton.v1 import inference_pb2, responses_pb2, timing_pb2
 
 REQUEST = Request("id", "text", Sampling(), 8, tenant="alice", cache_salt="alice:")
@@ -118,17 +117,22 @@ FOUND = FoundResponse([], timing_pb2.ResponseCache(kind="exact"))
 class Race:
     """A look-up and a computation whose steps a test takes one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, searches: bool = False) -> None:
         self.look_up: asyncio.Future[FoundResponse | None] = asyncio.Future()
+        self.search: asyncio.Future[FoundResponse | None] = asyncio.Future()
+        search = self._search if searches else None
         self.computed: asyncio.Future[str] = asyncio.Future()
         self.emitted: list[AnswerEvent] = []
         self.emit: Emit | None = None  # of the computation, once it runs
         self.running = asyncio.create_task(
-            found_or_computed(self._find(), self._compute, self.emitted.append, 0.001)
+            found_or_computed(self._find(), self._compute, self.emitted.append, 0.001, search)
         )
 
     async def _find(self) -> FoundResponse | None:
         return await self.look_up
+
+    async def _search(self) -> FoundResponse | None:
+        return await self.search
 
     async def _compute(self, emit: Emit) -> str:
         self.emit = emit
@@ -182,6 +186,32 @@ async def test_a_miss_is_computed(before: bool) -> None:
     race.computed.set_result("computed")
     assert await race.running == "computed"
     assert race.emitted == [STARTED, DELTA]
+
+
+async def test_a_search_follows_a_miss_and_computing_does_not_wait_for_it() -> None:
+    race = Race(searches=True)
+    race.look_up.set_result(None)
+    await race.computing()
+    race.search.set_result(FOUND)
+    assert await race.running is FOUND
+    assert race.computed.cancelled()
+
+
+async def test_what_is_found_at_once_is_not_searched() -> None:
+    race = Race(searches=True)
+    race.look_up.set_result(FOUND)
+    assert await race.running is FOUND
+    assert (race.emit, race.search.done()) == (None, False)
+
+
+async def test_a_search_ends_with_the_first_token() -> None:
+    race = Race(searches=True)
+    race.look_up.set_result(None)
+    emit = await race.computing()
+    emit(DELTA)
+    race.computed.set_result("computed")
+    assert await race.running == "computed"
+    assert race.search.cancelled()
 
 
 async def test_only_a_fast_store_gets_a_head_start() -> None:

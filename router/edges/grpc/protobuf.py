@@ -42,6 +42,8 @@ def parse_request(
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if message.HasField("n") and not 1 <= message.n <= bounds.MAX_ANSWERS:
         raise InvalidRequest(f"n must be 1 to {bounds.MAX_ANSWERS}, not {message.n}", field="n")
+    if not 0 <= message.semantic_similarity <= 1:
+        raise InvalidRequest("semantic_similarity must be 0 to 1", field="semantic_similarity")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(message, name) > bounds.MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"{name} must be at most {bounds.MAX_TOP_LOGPROBS}", field=name)
@@ -61,6 +63,9 @@ def parse_request(
         cache_salt=message.cache_salt,
         priority=message.priority,
         resumed=_parse_resumed(message),
+        semantic_similarity=(
+            message.semantic_similarity if message.HasField("semantic_similarity") else None
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from baton.core.errors import (
     PermissionDenied,
 )
 from baton.core.types import MAX_MESSAGE_BYTES, Caching, Request
-from baton.router.edges.auth import Caller, KeyRing
+from baton.router.edges.auth import SIMILARITY_HEADER, Caller, KeyRing
 from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.embedding import EmbeddedInputs
@@ -76,6 +76,9 @@ def prepare(
             tenant=caller.key.name,
             priority=caller.priority(request.priority),
             caching=Caching.parse(_metadata(context, "cache-control")),
+            semantic_similarity=caller.semantic_similarity(
+                request.semantic_similarity, _metadata(context, SIMILARITY_HEADER)
+            ),
             deadline=math.inf if left is None else arrived + left,
         )
         for request in requests
@@ -234,6 +237,16 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         tenant = message.tenant if message.HasField("tenant") else None
         deleted = await self._serving.clear_responses(tenant)
         return cluster_pb2.ClearResponsesResponse(responses=deleted)
+
+    @unary
+    async def SemanticReport(
+        self, message: cluster_pb2.SemanticReportRequest
+    ) -> cluster_pb2.SemanticReportResponse:
+        rate, same = message.false_hit_rate, message.same_answer
+        for name, value in (("false_hit_rate", rate), ("same_answer", same)):
+            if not 0 < value <= 1:
+                raise InvalidRequest(f"{name} must be above 0 and at most 1", field=name)
+        return await self._serving.semantic_report(rate, same)
 
     @unary
     async def AddAdapter(

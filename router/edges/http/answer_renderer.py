@@ -15,6 +15,7 @@ from baton.router.answers.answer_events import AnswerEvent
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.answer_types import ResponseCacheUsage
 from baton.router.edges.http.generation_request import PromptRequest
+from baton.router.observe.ledger import rounded
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import timing_pb2
 
@@ -84,8 +85,11 @@ class AnswerRenderer(Generic[Body]):
         """The oldest, where all answers came from the response cache."""
         if len(self._replayed) < self.answers:
             return None
-        oldest = max(self._replayed, key=lambda each: each.age_seconds)
-        return {"kind": oldest.kind, "age_seconds": round(oldest.age_seconds, 3)}
+        age = round(max(each.age_seconds for each in self._replayed), 3)
+        similar = [each.similarity for each in self._replayed if each.HasField("similarity")]
+        if not similar:
+            return {"kind": "exact", "age_seconds": age}
+        return {"kind": "semantic", "age_seconds": age, "similarity": rounded(min(similar))}
 
 
 def encode(content: object) -> bytes:

@@ -111,6 +111,7 @@ class ResponseCacheUsage(TypedDict):
 
     kind: str
     age_seconds: float
+    similarity: NotRequired[float]  # of two questions, where they are not the same
 
 
 class TokenUsage(TypedDict):

@@ -35,7 +35,7 @@ from baton.core.proto_json import Json
 from baton.core.tasks import cancel_all
 from baton.core.types import Caching, Request
 from baton.router.answers.answer_events import AnswerEvent, Emit
-from baton.router.edges.auth import Caller
+from baton.router.edges.auth import SIMILARITY_HEADER, Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.answer_renderer import AnswerRenderer, Body, encode
@@ -229,8 +229,17 @@ class GenerationEndpoint(Generic[Body]):
             )
             caching = Caching.parse(http.headers.get("cache-control", ""))
             tenant, priority = caller.key.name, caller.priority(requests[0].priority)
+            similarity = caller.semantic_similarity(
+                requests[0].semantic_similarity, http.headers.get(SIMILARITY_HEADER, "")
+            )
             requests = tuple(
-                replace(each, tenant=tenant, priority=priority, caching=caching)
+                replace(
+                    each,
+                    tenant=tenant,
+                    priority=priority,
+                    caching=caching,
+                    semantic_similarity=similarity,
+                )
                 for each in requests
             )
             answers = sum(request.n for request in requests)

@@ -139,6 +139,12 @@ class GenerationRequest(PromptRequest):
     )
     ignore_eos: bool = about("Continue past the model's end tokens.", False)
     skip_special_tokens: bool = about("Leave special tokens out of the answer's text.", True)
+    semantic_similarity: float | None = about(
+        "Allows a cached answer to a question that is at least so similar (cosine), or as the"
+        " operator says, whichever is more. Absent: as the header or the API key says.",
+        ge=0,
+        le=1,
+    )
     unserved: ClassVar[dict[str, Unserved]] = {
         "bad_words": Unserved("words as text; send their token ids as bad_words_ids", ([],)),
         "allowed_token_ids": Unserved("biases", ([],)),
@@ -172,6 +178,7 @@ class GenerationRequest(PromptRequest):
             seeded=self.seed is not None,
             structure=structure,
             skip_special_tokens=self.skip_special_tokens,
+            semantic_similarity=self.semantic_similarity,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             **fields,
         )

@@ -24,7 +24,8 @@ export async function showTimings(ids) {
 }
 
 export function workersOf(answer) {
-  if (answer.response_cache?.kind) return "response cache";
+  const { kind, similarity } = answer.response_cache ?? {};
+  if (kind) return similarity === undefined ? "response cache" : `response cache (similarity ${similarity.toFixed(4)})`;
   return [answer.prefill_worker, answer.decode_worker].filter(Boolean).join(" → ") || "–";
 }
 

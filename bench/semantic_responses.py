@@ -1,0 +1,145 @@
+"""What the semantic cache gives and costs: `python -m bench.semantic_responses --model FOLDER`.
+
+Routers in this process, between workers that answer and embed at once and a client: without a
+cache, and with a semantic cache in a real Redis whose one vector set has many questions, of 384
+dimensions. In turns, the time from sending a question to its first token: of new questions (misses,
+where computing wins), and of similar ones that are not to be computed (only-if-cached). What it
+takes to embed a question is not in here: bench/embeddings.py measures that. FOLDER is an encoder of
+sentence-transformers, of which the tokenizer is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import numpy
+import uvloop
+
+from baton.core.metrics import Spread
+from baton.router.response_cache.cache_store import ResponseKey
+from baton.router.response_cache.response_keys import Question
+from baton.router.response_cache.semantic_cache import SemanticCache
+from baton.router.server import RouterServer
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+from bench.instant_worker import Pace
+from bench.redis_server import RedisServer
+from bench.responses import ANSWER_TOKENS, AT_ONCE, LETTER, router
+
+DIMENSIONS = 384
+ONLY = (("cache-control", "only-if-cached"),)
+
+
+@functools.lru_cache(10_000)
+def _direction(subject: tuple[int, ...]) -> bytes:
+    draw = numpy.random.default_rng(subject)
+    return draw.normal(size=DIMENSIONS).astype("<f4").tobytes()
+
+
+def embed(tokens: Sequence[int]) -> bytes:
+    """Questions with the same first two words have one vector."""
+    return _direction(tuple(tokens[1:3]))
+
+
+def question(number: int, rest: str) -> pb.GenerateRequest:
+    text = f"{number // 100} {number % 100} {rest}"
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=text)])
+    return pb.GenerateRequest(chat=chat, max_tokens=ANSWER_TOKENS, semantic_similarity=0.9)
+
+
+async def first_token(
+    stub: inference_pb2_grpc.InferenceAsyncStub,
+    message: pb.GenerateRequest,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> tuple[float, str]:
+    """Milliseconds, and the kind of cached answer."""
+    began, seconds, kind = time.perf_counter(), 0.0, ""
+    async for event in stub.Generate(message, metadata=metadata):
+        if not seconds and event.HasField("delta"):
+            seconds = time.perf_counter() - began
+        kind = event.finished.usage.response_cache.kind or kind
+    return seconds * 1000, kind
+
+
+async def fill(server: RouterServer, asked: Question, entries: int) -> None:
+    """Adds random questions to the scope of one that was asked."""
+    assert server._responses
+    assert server._responses.semantic
+    questions = server._responses.semantic.questions
+    draw = numpy.random.default_rng(7)
+    for _ in range(entries // AT_ONCE):
+        vectors = draw.normal(size=(AT_ONCE, DIMENSIONS)).astype("<f4")
+        keys = [ResponseKey(asked.tenant, os.urandom(32)) for _ in vectors]
+        await asyncio.gather(
+            *(
+                questions.add(asked, vector.tobytes(), key)
+                for vector, key in zip(vectors, keys, strict=True)
+            )
+        )
+
+
+def show(name: str, taken: Sequence[float]) -> None:
+    spread = Spread.of(taken)
+    print(f"{name:<32}{spread.p50:8.2f} {spread.p90:8.2f} {spread.p99:8.2f}")
+
+
+async def measure(folder: str, entries: int, requests: int, redis: RedisServer) -> None:
+    cache = {"responses": "semantic", "redis": redis.url, "semantic_questions": 2 * entries}
+    asked: list[Question] = []
+    inquiry = SemanticCache.inquiry
+
+    def noted(*arguments: object) -> object:
+        made = inquiry(*arguments)  # type: ignore[arg-type]
+        if made:
+            asked.append(made._question)
+        return made
+
+    SemanticCache.inquiry = noted  # type: ignore[assignment, method-assign]
+    async with contextlib.AsyncExitStack() as stack:
+        stubs = {}
+        for name, section in (("no cache", {}), ("semantic", cache)):
+            pace = Pace(LETTER, embed=embed)
+            server = await stack.enter_async_context(router(section, pace, folder))
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
+            stubs[name] = inference_pb2_grpc.InferenceStub(channel)
+        await first_token(stubs["semantic"], question(9_999, "to begin with"))
+        await fill(server, asked[0], entries)
+        misses: dict[str, list[float]] = {name: [] for name in stubs}
+        for number in range(requests):
+            for name, stub in stubs.items():
+                misses[name].append((await first_token(stub, question(number, "is asked")))[0])
+        assert server._responses
+        await server._responses.settle()
+        hits = [
+            await first_token(stubs["semantic"], question(number, "is asked again"), ONLY)
+            for number in range(requests)
+        ]
+    print(f"{entries} questions in one vector set")
+    print(f"{'milliseconds to the first token':<32}     p50      p90      p99")
+    for name, taken in misses.items():
+        show(f"miss, {name}", taken)
+    found = [milliseconds for milliseconds, kind in hits if kind == "semantic"]
+    show(f"hit, semantic ({len(found)} of {requests})", found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="a sentence-transformers folder")
+    parser.add_argument("--entries", type=int, default=100_000, help="questions in the set")
+    parser.add_argument("--requests", type=int, default=500, help="of each kind")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as redis:
+        uvloop.run(measure(arguments.model, arguments.entries, arguments.requests, redis))
+
+
+if __name__ == "__main__":
+    main()

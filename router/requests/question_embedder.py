@@ -1,0 +1,85 @@
+"""Embeds questions for the semantic cache, on the prefill pool: as requests to the embedding model,
+but in no caller's ledger and no latency metric."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from baton.core.errors import PromptTooLong
+from baton.core.types import AttemptKey, Pooling, Request, Sampling, Work
+from baton.router.answers.answer import Answer
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent
+from baton.router.observe.ledger import AnswerLedger
+from baton.router.observe.trends import TokenTimes
+from baton.router.prompts.embedding_model import EmbeddingModel
+from baton.router.requests.dispatch import Dispatcher
+from baton.router.response_cache.shadow import cosine
+
+MOST_CHARACTERS = 16
+"""Of a token, about: longer answers are cut before they are tokenized."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionEmbedder:
+    model: EmbeddingModel
+    dispatcher: Dispatcher
+    threads: ThreadPoolExecutor
+
+    async def compare(self, one: str, other: str, request: Request) -> float:
+        """The similarity of two answers, as far as the model takes them. Raises BatonError."""
+        first = await self._vector(await self._beginning(one), request)
+        return cosine(first, await self._vector(await self._beginning(other), request))
+
+    async def embed(self, text: str, request: Request) -> bytes:
+        """The vector of a text, in float32, for a caller's request. Raises BatonError: a text that
+        is too long for the model is not cut."""
+        limit = self.model.max_tokens + 1
+        loop = asyncio.get_running_loop()
+        tokens = await loop.run_in_executor(self.threads, self.model.text.encode, text, None, limit)
+        if len(tokens) >= limit:
+            raise PromptTooLong(f"the question has {len(tokens)} tokens", field="prompt")
+        return await self._vector(tokens, request)
+
+    async def _beginning(self, text: str) -> list[int]:
+        """Its tokens, cut before the last one, which ends a text."""
+        most = self.model.max_tokens
+        cut = text[: MOST_CHARACTERS * most]
+        loop = asyncio.get_running_loop()
+        tokens = await loop.run_in_executor(self.threads, self.model.text.encode, cut)
+        return tokens if len(tokens) <= most else [*tokens[: most - 1], tokens[-1]]
+
+    async def _vector(self, tokens: list[int], caller: Request) -> bytes:
+        name, pooling = uuid.uuid4().hex, Pooling.ENCODER
+        request = Request(
+            *(name, tuple(tokens), Sampling()),
+            max_tokens=0,
+            pooling=pooling,
+            tenant=caller.tenant,
+            priority=caller.priority,
+            deadline=caller.deadline,
+        )
+        key = AttemptKey(name, 1)
+        work = Work(
+            *(key, tokens, Sampling(), 1, frozenset()),
+            priority=caller.priority,
+            pooling=pooling,
+        )
+        vectors: list[bytes] = []
+
+        def collect(event: AnswerEvent) -> None:
+            if isinstance(event, AnswerDelta):
+                vectors.append(event.embedding)
+
+        answer = Answer(
+            *(self.model.text, request, work, 0, collect),
+            thinking=False,
+            ledger=AnswerLedger(time.monotonic()),
+            times=TokenTimes(),
+            on_first_token=lambda ledger: None,
+        )
+        await self.dispatcher.run(work, request, answer)
+        return b"".join(vectors)

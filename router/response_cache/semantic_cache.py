@@ -1,0 +1,149 @@
+"""The semantic cache: answers a request with the answer to a similar question, where the caller
+allows it.
+
+An Inquiry is one request's search. Its question is embedded by the prefill pool, once: for the
+search, and later to be found itself. In the shadow (shadow.py) it searches when the request has
+been computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+from baton.core.config import CacheConfig
+from baton.core.errors import BatonError
+from baton.core.types import Request, Work
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.response_cache.cache_store import ResponseKey, StoreFailed
+from baton.router.response_cache.redis_store import RedisStore
+from baton.router.response_cache.response_keys import Question, question_of
+from baton.router.response_cache.shadow import FLOOR, Computed, Shadow
+from baton.router.response_cache.similar_questions import SimilarQuestions
+from baton.router.response_cache.stored_response import FoundResponse, decode
+
+EMBED_SECONDS = 5.0
+"""After which a question is not embedded any more."""
+
+Embed = Callable[[str, Request], Coroutine[None, None, bytes]]
+"""The vector of a text, in float32, for a request. Raises BatonError."""
+
+
+class SemanticCache:
+    def __init__(
+        self, store: RedisStore, config: CacheConfig, embedder: bytes, metrics: RouterMetrics
+    ) -> None:
+        self.store = store
+        self.questions = SimilarQuestions(store, config.semantic_questions)
+        self.seconds = config.responses_seconds
+        self.metrics = metrics
+        self.shadow = Shadow(store) if config.semantic == "shadow" else None
+        self._least = config.semantic_similarity
+        self._embedder = embedder
+
+    def inquiry(
+        self, request: Request, work: Work, model: bytes, key: ResponseKey, embed: Embed
+    ) -> Inquiry | None:
+        """None where only the same request may have its answer, or the caller allows no other:
+        which need not be asked in the shadow."""
+        allowed = request.semantic_similarity
+        if allowed is None and not self.shadow:
+            return None
+        question = question_of(request, work, model, self._embedder)
+        if question is None:
+            return None
+        least = max(allowed or 0.0, self._least)
+        return Inquiry(self, question, key, least, lambda: embed(question.text, request))
+
+
+class Inquiry:
+    def __init__(
+        self,
+        cache: SemanticCache,
+        question: Question,
+        key: ResponseKey,
+        least: float,
+        embed: Callable[[], Coroutine[None, None, bytes]],
+    ) -> None:
+        """`key` is the request's own, and `least` the similarity that it needs."""
+        self._cache = cache
+        self._question = question
+        self._key = key
+        self._least = least
+        self._embed = embed
+        self._embedding: asyncio.Task[bytes] | None = None
+        self.computed: Computed | None = None  # set before `finish`, for the shadow
+
+    @property
+    def answers(self) -> bool:
+        """Whether it may answer its request."""
+        return self._cache.shadow is None
+
+    async def find(self) -> FoundResponse | None:
+        """The answer to the most similar question. None too where something fails."""
+        result, found = "late", None  # where this is cancelled, since the first token has come
+        try:
+            found = await self._find()
+            result = "hit" if found else "miss"
+        except StoreFailed:
+            result = "failed"
+        finally:
+            self._cache.metrics.semantic_lookups.labels(result=result).inc()
+        return found
+
+    async def finish(self, *, stored: bool) -> None:
+        """The request has been computed, and its response stored or not: adds its question."""
+        if not stored:
+            self.cancel()
+            return
+        result = "failed"
+        try:
+            await self._shadow()
+            await self._cache.questions.add(self._question, await self._vector(), self._key)
+            result = "stored"
+        except StoreFailed:
+            pass
+        self._cache.metrics.semantic_stores.labels(result=result).inc()
+
+    def cancel(self) -> None:
+        if self._embedding:
+            self._embedding.cancel()
+
+    async def _find(self) -> FoundResponse | None:
+        cache = self._cache
+        if not cache.store.replies:
+            raise StoreFailed("Redis does not answer")
+        vector = await self._vector()
+        found = await cache.questions.find(self._question, vector, self._least)
+        return decode(found.value, cache.seconds, found.similarity) if found else None
+
+    async def _shadow(self) -> None:
+        """Records what would have been answered."""
+        cache, computed = self._cache, self.computed
+        if cache.shadow is None or computed is None:
+            return
+        near = await cache.questions.find(self._question, await self._vector(), FLOOR)
+        found = decode(near.value, cache.seconds, near.similarity) if near else None
+        if near is None or found is None or near.key == self._key:
+            await cache.shadow.record_miss()
+        else:
+            tokens = found.answers[0].tokens.token_ids
+            await cache.shadow.record(near.similarity, tokens, computed)
+
+    async def _vector(self) -> bytes:
+        """Embeds the question, or waits until it is. Raises StoreFailed where that fails."""
+        if self._embedding is None:
+            self._embedding = asyncio.create_task(self._embedded())
+        # The end of a search does not end it.
+        vector = await asyncio.shield(self._embedding)
+        if not vector:
+            raise StoreFailed("the question was not embedded")
+        return vector
+
+    async def _embedded(self) -> bytes:
+        """Empty where it fails: nobody may wait for the result any more."""
+        try:
+            async with asyncio.timeout(EMBED_SECONDS):
+                return await self._embed()
+        except (BatonError, TimeoutError):
+            return b""

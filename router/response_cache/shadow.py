@@ -1,0 +1,90 @@
+"""The shadow of the semantic cache: requests are computed, and what it would have answered instead
+is compared with their answers and recorded in Redis, as numbers without texts and tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import NamedTuple
+
+import numpy
+
+from baton.core.errors import BatonError
+from baton.router.response_cache.cache_store import StoreFailed
+from baton.router.response_cache.redis_store import SEMANTIC_PREFIX, RedisStore
+from baton.router.response_cache.shadow_report import shadow_report
+from baton.v1 import cluster_pb2, responses_pb2
+
+FLOOR = 0.5
+"""Less similar questions are not recorded."""
+MOST_HITS = 100_000
+KEPT_SECONDS = 30 * 86400
+_HITS = SEMANTIC_PREFIX + b"shadow:hits"
+_REQUESTS = SEMANTIC_PREFIX + b"shadow:requests"
+
+RECORD = """
+redis.call('INCR', KEYS[2])
+redis.call('EXPIRE', KEYS[2], ARGV[3])
+if ARGV[1] == '' then return 0 end
+redis.call('LPUSH', KEYS[1], ARGV[1])
+redis.call('LTRIM', KEYS[1], 0, ARGV[2] - 1)
+return redis.call('EXPIRE', KEYS[1], ARGV[3])
+"""
+
+Compare = Callable[[Sequence[int], Sequence[int]], Coroutine[None, None, float]]
+"""The similarity of two answers, by their tokens. Raises BatonError."""
+
+
+class Computed(NamedTuple):
+    """A request's own answer, and what it took."""
+
+    token_ids: Sequence[int]
+    prompt_tokens: int
+    seconds: float  # from the request's arrival to its last token
+    compare: Compare
+
+
+class Shadow:
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+
+    async def record(self, similarity: float, found: Sequence[int], computed: Computed) -> None:
+        """A question would have been answered with `found`. Raises StoreFailed."""
+        same = list(found) == list(computed.token_ids)
+        try:
+            answers = 1.0 if same else await computed.compare(found, computed.token_ids)
+        except BatonError as error:
+            raise StoreFailed("the answers were not compared") from error
+        hit = responses_pb2.ShadowHit(
+            similarity=similarity,
+            same=same,
+            answer_similarity=answers,
+            seconds=computed.seconds,
+            prompt_tokens=computed.prompt_tokens,
+            completion_tokens=len(computed.token_ids),
+        )
+        await self._write(hit.SerializeToString())
+
+    async def record_miss(self) -> None:
+        """No question was similar. Raises StoreFailed."""
+        await self._write(b"")
+
+    async def report(
+        self, false_hit_rate: float, same_answer: float
+    ) -> cluster_pb2.SemanticReportResponse:
+        """Raises StoreFailed."""
+        requests = await self._store.store("GET", _REQUESTS)
+        values = await self._store.store("LRANGE", _HITS, "0", "-1")
+        kept = values if isinstance(values, list) else []
+        hits = [responses_pb2.ShadowHit.FromString(value) for value in kept]
+        count = int(requests) if isinstance(requests, bytes) else 0
+        return shadow_report(hits, count, false_hit_rate, same_answer)
+
+    async def _write(self, hit: bytes) -> None:
+        limits = str(MOST_HITS), str(KEPT_SECONDS)
+        await self._store.store("EVAL", RECORD, "2", _HITS, _REQUESTS, hit, *limits)
+
+
+def cosine(one: bytes, other: bytes) -> float:
+    """Of two vectors in float32."""
+    a, b = numpy.frombuffer(one, "<f4"), numpy.frombuffer(other, "<f4")
+    return float(a @ b / max(float(numpy.linalg.norm(a) * numpy.linalg.norm(b)), 1e-30))

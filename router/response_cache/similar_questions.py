@@ -1,0 +1,121 @@
+"""Questions by their embeddings, in vector sets of a Redis 8.
+
+    baton:semantic:1:TENANT:SCOPE    a vector set: questions of one scope, by the request's digest
+    baton:semantic:1:TENANT:used     a sorted set: all questions of the tenant, by their last use
+
+A question's answer is the response of its request (redis_store.py). Each scope, and so each tenant,
+has a vector set of its own: a search in one cannot find another's questions. Answers expire by
+themselves; a question that has lost its answer is removed when a search meets it, and a set when no
+question was added for as long as answers live.
+
+Vectors are not quantized: in 8 bits a similarity of 0.97 may be 0.965 to 0.975.
+
+Each operation is one script, so that it is one round trip and nothing comes between its parts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from baton.router.response_cache.cache_store import ResponseKey
+from baton.router.response_cache.redis_store import RedisStore, semantic_name, value_name
+from baton.router.response_cache.response_keys import Question
+
+CANDIDATES = 4
+"""Nearest questions of a search: some may have lost their answers."""
+EXPLORED = 100
+"""Nodes of the set's graph that a search keeps in view: more find the nearest more surely."""
+EVICTED_AT_ONCE = 100
+
+_TOUCH = """
+local function use(member)
+  local now = redis.call('TIME')
+  return redis.pcall('ZADD', KEYS[2], now[1] * 1000000 + now[2], member)
+end
+"""
+
+FIND = (
+    _TOUCH
+    + """
+local found = redis.call('VSIM', KEYS[1], 'FP32', ARGV[1], 'WITHSCORES',
+                         'COUNT', ARGV[3], 'EF', ARGV[4])
+for place = 1, #found, 2 do
+  local request, score = found[place], found[place + 1]
+  if tonumber(score) < tonumber(ARGV[2]) then return false end
+  local value = redis.call('GET', ARGV[5] .. request)
+  if value then
+    use(ARGV[6] .. request)
+    return {request, score, value}
+  end
+  redis.call('VREM', KEYS[1], request)
+  redis.call('ZREM', KEYS[2], ARGV[6] .. request)
+end
+return false
+"""
+)
+"""A full Redis refuses to note the use (pcall), and still answers."""
+
+ADD = (
+    _TOUCH
+    + """
+redis.call('VADD', KEYS[1], 'FP32', ARGV[1], ARGV[2], 'NOQUANT')
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+use(ARGV[4] .. ARGV[2])
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+local over = redis.call('ZCARD', KEYS[2]) - tonumber(ARGV[5])
+if over <= 0 then return 0 end
+local oldest = redis.call('ZPOPMIN', KEYS[2], math.min(over, tonumber(ARGV[6])))
+for place = 1, #oldest, 2 do
+  local scope, request = string.match(oldest[place], '^(%x+)(' .. string.rep('%x', 64) .. ')$')
+  redis.call('VREM', ARGV[7] .. scope, request)
+end
+return #oldest / 2
+"""
+)
+
+
+class SimilarQuestion(NamedTuple):
+    key: ResponseKey
+    similarity: float  # the cosine of the two embeddings
+    value: bytes
+
+
+class SimilarQuestions:
+    def __init__(self, store: RedisStore, budget: int) -> None:
+        """`budget` is the most questions of one tenant; the least recently used is evicted."""
+        self._store = store
+        self._budget = str(budget)
+
+    async def find(self, question: Question, vector: bytes, least: float) -> SimilarQuestion | None:
+        """The nearest question that has an answer and is similar enough. Raises StoreFailed."""
+        tenant, scope = question.tenant, question.scope.hex().encode()
+        reply = await self._store.look_up(
+            *("EVAL", FIND, "2", *_names(question)),
+            *(vector, repr(_score(least)), str(CANDIDATES), str(EXPLORED)),
+            *(value_name(ResponseKey(tenant, b"")), scope),
+        )
+        if not isinstance(reply, list):
+            return None
+        request, score, value = reply
+        key = ResponseKey(tenant, bytes.fromhex(request.decode()))
+        return SimilarQuestion(key, 2 * float(score) - 1, self._store.decrypt(value, key))
+
+    async def add(self, question: Question, vector: bytes, key: ResponseKey) -> None:
+        """Raises StoreFailed."""
+        request, scope = key.request.hex().encode(), question.scope.hex().encode()
+        await self._store.store(
+            *("EVAL", ADD, "2", *_names(question)),
+            *(vector, request, self._store.lifetime, scope),
+            *(self._budget, str(EVICTED_AT_ONCE), semantic_name(question.tenant, b"")),
+        )
+
+
+def _names(question: Question) -> tuple[bytes, bytes]:
+    """Of the scope's vector set, and of the tenant's uses."""
+    scope = question.scope.hex().encode()
+    return semantic_name(question.tenant, scope), semantic_name(question.tenant, b"used")
+
+
+def _score(similarity: float) -> float:
+    """As Redis has it: 1 for equal, 0 for opposite directions."""
+    return (1 + similarity) / 2
