@@ -33,9 +33,11 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from bench.instant_worker import Pace
 from bench.redis_server import RedisServer
-from bench.responses import ANSWER_TOKENS, AT_ONCE, LETTER, router
+from bench.responses import ANSWER_TOKENS, LETTER, router
 
 DIMENSIONS = 384
+AT_ONCE = 10
+"""Questions that are added at a time: each takes Redis milliseconds where the set is large."""
 ONLY = (("cache-control", "only-if-cached"),)
 
 
