@@ -181,17 +181,25 @@ def _attention(
 ) -> Iterator[ModulePlace]:
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     turned = shape.head_dim if layer.rope is None else shape.ropes[layer.rope].dim
-    paired = partial(interleave_pairs, head_dim=shape.head_dim, dim=turned)
+
+    def arrange(b: Tensor, start: int = 0) -> Tensor:
+        """Of queries, keys or both."""
+        b = interleave_pairs(b, head_dim=shape.head_dim, dim=turned)
+        if layer.balance is None:
+            return b
+        return b * layer.balance[start : start + len(b)].unsqueeze(1).to(b)
+
     yield ModulePlace(prefix + "o_proj", number, layer.output, 0, (shape.hidden,), summed=True)
     if shape.fused:
 
         def turn(b: Tensor) -> Tensor:
-            return torch.cat((paired(b[: query + key]), b[query + key :]))
+            return torch.cat((arrange(b[: query + key]), b[query + key :]))
 
         yield ModulePlace(prefix + "qkv_proj", number, layer.qkv, 0, (query, key, key), turn)
         return
-    yield ModulePlace(prefix + "q_proj", number, layer.qkv, 0, (query,), paired)
-    yield ModulePlace(prefix + "k_proj", number, layer.qkv, query, (key,), paired)
+    yield ModulePlace(prefix + "q_proj", number, layer.qkv, 0, (query,), arrange)
+    of_keys = partial(arrange, start=query)
+    yield ModulePlace(prefix + "k_proj", number, layer.qkv, query, (key,), of_keys)
     yield ModulePlace(prefix + "v_proj", number, layer.qkv, query + key, (key,))
 
 

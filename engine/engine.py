@@ -155,7 +155,10 @@ class Engine:
                 if random_weights
                 else _open_weights(folder, architecture, device, partial(progress, "weights"))
             )
-            model = load_model(source, architecture, kind, device, group, quantization)
+            balanced = kv_dtype != "auto"
+            model = load_model(
+                source, architecture, kind, device, group, quantization, balanced=balanced
+            )
         else:
             model = _load_fallback(folder, architecture, kind, device, random_weights)
         adapters = _room_for_adapters(model, gpu, device, group)

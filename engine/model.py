@@ -70,6 +70,7 @@ class Layer:
     mlp_after: RMSNorm | None
     window: int | None
     rope: int | None  # its place in the architecture's ropes
+    balance: Tensor | None = None  # what key_balance multiplied qkv's first outputs by
 
     def quantize(self, kind: WeightCodes) -> None:
         """Keeps weights as codes, but those between latents and heads."""

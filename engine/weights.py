@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Arrange, Checkpoint, Cut
+from baton.engine.key_balance import balance_keys
 from baton.engine.latent_config import NORM_EPSILON
 from baton.engine.model import Layer, Model
 from baton.engine.model_choice import WeightQuantization
@@ -50,13 +51,15 @@ def load_model(
     device: str,
     group: Group | None = None,
     quantization: WeightQuantization = "none",
+    *,
+    balanced: bool = False,
 ) -> Model:
     """Loads the source's weights; with a group, this rank's part of them. Each layer is quantized
-    before the next is loaded.
+    before the next is loaded. `balanced`: with keys for int8 pages.
 
     `architecture` is the whole model's; the returned model has that of its part.
     """
-    return _Loader(source, architecture, dtype, device, group).load(quantization)
+    return _Loader(source, architecture, dtype, device, group).load(quantization, balanced)
 
 
 def describe_quantization(quantization: WeightQuantization, dtype: str) -> str:
@@ -89,12 +92,13 @@ class _Loader:
         self._dtype = dtype
         self._device = device
 
-    def load(self, quantization: WeightQuantization) -> Model:
+    def load(self, quantization: WeightQuantization, balanced: bool) -> Model:
         shape = self._architecture
         embedding = self._embedding()
         layers = []
         for index in range(shape.layers):
-            layers.append(self._layer(index))
+            layer = self._layer(index)
+            layers.append(balance_keys(layer, shape) if balanced else layer)
             if quantization != "none":
                 layers[-1].quantize(quantization)
         norm = self._norm("model.norm.weight", shape.hidden)
