@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import node, parameter, ray_constants, services, utils
 from ray.experimental import internal_kv
 
 from baton.cluster import fleet as fleets
@@ -70,7 +70,7 @@ def start(namespace: str, processes: int) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default Ray's workers yield to everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    with _on_loopback():
+    with _on_loopback(), _without_extras():
         context = ray.init(
             "local",
             namespace=namespace,
@@ -179,6 +179,44 @@ def _on_loopback() -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+
+
+class _FewProcesses(parameter.RayParams):  # type: ignore[misc]
+    """A head without the processes that scale nodes and collect logs."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.no_monitor, self.include_log_monitor = True, False
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of what starts the server behind the dashboard, for which Ray would wait."""
+
+
+def _not_wanted() -> ImportError:
+    """In place of what finds the dashboard's libraries: without, a node's agent serves no HTTP."""
+    return ImportError("the dashboard is not used")
+
+
+_EXTRAS: tuple[tuple[Any, str, Any], ...] = (
+    (parameter, "RayParams", _FewProcesses),
+    (node.Node, "start_api_server", _nothing),
+    (utils, "get_dashboard_dependency_error", _not_wanted),
+)
+
+
+@contextlib.contextmanager
+def _without_extras() -> Iterator[None]:
+    """A Ray that starts within has no process or port that we do not use. ray.init has no options
+    for that."""
+    before = [getattr(owner, name) for owner, name, _ in _EXTRAS]
+    for owner, name, ours in _EXTRAS:
+        setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        for (owner, name, _), theirs in zip(_EXTRAS, before, strict=True):
+            setattr(owner, name, theirs)
 
 
 def _log_folder(context: Any) -> str:
