@@ -38,11 +38,17 @@ def oracle() -> tuple[Any, Any]:
     return AutoTokenizer.from_pretrained(folder), model.eval()
 
 
+@cache
 @torch.inference_mode()
-def expected(text: str, pooling: str) -> np.ndarray[Any, Any]:
+def last_states(text: str) -> torch.Tensor:
     tokenizer, model = oracle()
-    hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].double()
-    pooled = hidden.mean(0) if pooling == "mean" else hidden[-1]
+    states: torch.Tensor = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+    return states.double()
+
+
+def expected(text: str, pooling: str) -> np.ndarray[Any, Any]:
+    states = last_states(text)
+    pooled = states.mean(0) if pooling == "mean" else states[-1]
     return np.asarray(pooled / pooled.norm())
 
 

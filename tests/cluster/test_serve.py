@@ -174,16 +174,16 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
     shutil.copytree(tiny, model)
     (model / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
     shape = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 4096}))
+    (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 32768}))
     settings = {"model": str(model), "model_name": "tiny", "page_size": 32}
     file.write_text(yaml.safe_dump({**settings, **MODEST}))
     flags = ["--config", str(file), "--prefill", "2", "--decode", "2", "--routers", "2"]
-    with Serve(tmp_path, *flags, "--kv-memory", "4MiB", "--page-size", "8") as second:
+    with Serve(tmp_path, *flags, "--kv-memory", "32MiB", "--page-size", "8") as second:
         workers = second.ready().wait_whole(4)
         assert "Its defaults for requests: repetition_penalty 1.05." in second.stdout
         # K and V of 3 layers, 8 tokens, 4 heads of 12 numbers of 4 bytes.
         page_bytes = 2 * 3 * 8 * 4 * 12 * 4
-        assert {item.total_pages for item in workers} == {4 * 2**20 // page_bytes}
+        assert {item.total_pages for item in workers} == {32 * 2**20 // page_bytes}
         with second.client() as client:
             assert [model.name for model in client.models()] == ["tiny"]
             first = client.generate([1, 2, 3], max_tokens=9).token_ids
@@ -193,7 +193,7 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
             assert client.generate([1, 2, 3], max_tokens=9).token_ids == first
         assert answer(serve) == ANSWER
         with second.client() as client:
-            stream = client.stream([1, 2, 3], max_tokens=3000, ignore_eos=True)
+            stream = client.stream([1, 2, 3], max_tokens=25_000, ignore_eos=True)
             next(iter(stream))
             second.send(signal.SIGINT)
             second.wait_for("stopping …")
