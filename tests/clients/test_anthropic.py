@@ -9,7 +9,7 @@ import pytest
 from processes import ProcessCluster
 from pydantic import BaseModel, Field
 
-from baton.core.model_store import EMBEDDED, EMBEDDED_NAME
+from baton.core.model_store import EMBEDDED_NAME
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
@@ -20,20 +20,11 @@ DAYS = {
     "additionalProperties": False,
 }
 TOOLS = [{"name": name, "description": "Tells.", "input_schema": DAYS} for name in ("rain", "sun")]
-SIZES: dict[str, object] = {"kv_memory": "256MiB"}
 
 
 class City(BaseModel):
     name: str = Field(max_length=20)
     inhabitants: int
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    tree: dict[str, object] = {"prefill": SIZES, "decode": SIZES}
-    with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("anthropic"), tree=tree) as running:
-        yield running
-        running.wait_idle()
 
 
 @pytest.fixture

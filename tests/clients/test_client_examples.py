@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from processes import ProcessCluster
 
-from baton.core.model_store import EMBEDDED
 from examples import EXAMPLES, run, run_python
 
 PARIS = "The capital of France is Paris."
-SIZES: dict[str, object] = {"kv_memory": "256MiB"}
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    tree: dict[str, object] = {"prefill": SIZES, "decode": SIZES}
-    with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("examples"), tree=tree) as running:
-        yield running
-        running.wait_idle()
 
 
 def test_langchain(cluster: ProcessCluster) -> None:

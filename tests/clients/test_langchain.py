@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from langchain_openai import ChatOpenAI, OpenAI
 from processes import ProcessCluster
 from pydantic import BaseModel, Field
 
-from baton.core.model_store import EMBEDDED, EMBEDDED_NAME
+from baton.core.model_store import EMBEDDED_NAME
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
-SIZES: dict[str, object] = {"kv_memory": "256MiB"}
 
 
 class City(BaseModel):
     name: str = Field(max_length=20)
     inhabitants: int = Field(ge=0, le=99_999_999)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    tree: dict[str, object] = {"prefill": SIZES, "decode": SIZES}
-    with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("langchain"), tree=tree) as running:
-        yield running
-        running.wait_idle()
 
 
 @pytest.fixture

@@ -7,27 +7,17 @@ import re
 import shutil
 import sys
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from processes import ProcessCluster
 
-from baton.core.model_store import EMBEDDED, EMBEDDED_NAME
+from baton.core.model_store import EMBEDDED_NAME
 from examples import run
 
 PROGRAMS = sorted(Path(__file__).with_name("programs").iterdir())
 INSTALL_SECONDS = 600
 PARIS = "The capital of France is Paris."
-SIZES: dict[str, object] = {"kv_memory": "256MiB"}
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    tree: dict[str, object] = {"prefill": SIZES, "decode": SIZES}
-    with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("clients"), tree=tree) as running:
-        yield running
-        running.wait_idle()
 
 
 @pytest.mark.timeout(900)  # packages are downloaded

@@ -247,12 +247,17 @@ def free_port() -> int:
     raise AssertionError("unreachable")
 
 
+def scrape_text(address: str) -> str:
+    """A process's metrics as it serves them."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        text: str = response.read().decode()
+    return text
+
+
 def scrape(address: str, label: str = "") -> dict[str, float]:
     """A process's metrics by name, summed over labels; with `label`, by its value too."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
     totals: defaultdict[str, float] = defaultdict(float)
-    for line in lines:
+    for line in scrape_text(address).splitlines():
         if line and not line.startswith("#"):
             series, _, value = line.rpartition(" ")
             name = series.partition("{")[0]
