@@ -45,8 +45,8 @@ test-page: setup ## open the page in a real browser (apt-get install chromium)
 	@$(BIN)/python -m pytest tests/page --pictures build/pictures
 
 # Installs Schemathesis, LangChain and Anthropic's SDK; tests/clients/programs have environments of
-# their own.
-test-clients: setup ## run other people's clients: SDKs, LangChain, litellm, Triton's, Schemathesis, gRPC from Node.js
+# their own, which are deleted at once. Prometheus is downloaded where it is not installed.
+test-clients: setup ## run other people's clients: SDKs, agents, benchmarks, Triton's, buf, Prometheus, Schemathesis
 	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
 	@$(BIN)/python -m pytest tests/clients
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from processes import ProcessCluster
 
-from baton.core.model_store import EMBEDDED_NAME
+from baton.core.model_store import EMBEDDED_NAME, embedded_folder
 from examples import run
 
 PROGRAMS = sorted(Path(__file__).with_name("programs").iterdir())
@@ -37,8 +37,8 @@ def test_a_client_gets_the_same_answer_every_way(
 ) -> None:
     if program.suffix == ".mjs" and not shutil.which("npm"):
         pytest.skip("needs Node.js 18 or later with npm (apt-get install npm)")
-    command = [*installed(program, folder), f"http://{cluster.http}", EMBEDDED_NAME]
-    answers = run([*command, cluster.address], folder, RUN_SECONDS).splitlines()
+    served = [f"http://{cluster.http}", EMBEDDED_NAME, cluster.address, str(embedded_folder())]
+    answers = run([*installed(program, folder), *served], folder, RUN_SECONDS).splitlines()
     assert len(answers) > 1
     assert answers == [PARIS] * len(answers)
 

@@ -9,7 +9,7 @@ import urllib.request
 import numpy as np
 import tritonclient.grpc as triton
 
-address, model, grpc_address = sys.argv[1:]
+address, model, grpc_address = sys.argv[1:4]
 messages = [{"role": "user", "content": "What is the capital of France?"}]
 tokenize = urllib.request.Request(
     f"{address}/tokenize",
