@@ -50,6 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     tools: Sequence[Tool] | None  # for a chat; Answer.tool_calls has the calls
     tool_choice: str | None  # "auto", "none", "required", or the name of the one to call
     cache_salt: str | None  # requests share cached pages only under the same salt
+    cache_ttl: int | None  # seconds for which the prompt's cached pages are evicted later
     priority: int | None  # the lower, the earlier it is admitted; unset: 0
     # Allows cached answers to questions that are at least so similar (cosine).
     semantic_similarity: float | None
@@ -176,6 +177,8 @@ def _request(options: GenerateOptions, **prompt: Any) -> inference_pb2.GenerateR
         given["json_schema"] = json.dumps(given["json_schema"])
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = [stop] if stop else []
+    if "cache_ttl" in given:
+        given["cache_hint"] = inference_pb2.CacheHint(ttl_seconds=given["cache_ttl"])
     return inference_pb2.GenerateRequest(
         sampling=_sampling(given),
         **prompt,

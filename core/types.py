@@ -174,6 +174,8 @@ class Work:
     adapter: Adapter | None = None
     # How the prompt's hidden states become its embedding; None where none is wanted.
     pooling: Pooling | None = None
+    # How long the prompt's cached pages count as used, once they are computed.
+    retain_seconds: int = 0
     # Keys of the prompt's full pages (core/page_keys.py) in a router. Not sent to workers.
     page_keys: Sequence[bytes] = ()
 
@@ -335,6 +337,8 @@ class Request:
     adapter: Adapter | None = None
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
+    # How long the prompt's cached pages count as used, once they are computed.
+    retain_seconds: int = 0
     # The API key's name; empty where no key is required.
     tenant: str = ""
     # The lower, the earlier it is admitted. Within one, tenants take turns.

@@ -53,6 +53,7 @@ def work_to(work: Work) -> pb.Work:
         alone=work.alone,
         adapter=adapter_to(work.adapter) if work.adapter else None,
         pooling=inference_pb2.Pooling.ValueType(work.pooling.value if work.pooling else 0),
+        retain_seconds=work.retain_seconds,
     )
 
 
@@ -73,6 +74,7 @@ def work_from(message: pb.Work) -> Work:
         alone=message.alone,
         adapter=adapter_from(message.adapter) if message.HasField("adapter") else None,
         pooling=_pooling_from(message.pooling),
+        retain_seconds=message.retain_seconds,
     )
 
 

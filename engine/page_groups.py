@@ -111,6 +111,11 @@ class GroupedLease(Lease):
                 self._name(table[place], slice_key(keys[place], number))
         self.named = max(self.named, len(keys))
 
+    def retain(self, keys: Sequence[bytes], seconds: float) -> None:
+        numbers = range(len(self._tables))
+        sliced = [slice_key(key, number) for key in keys for number in numbers]
+        super().retain(sliced, seconds)
+
     def forget(self) -> None:
         self._grouped.forget_pages(self._listed(0, self.named, self._passed))
         for key in self._passed_keys:

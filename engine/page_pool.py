@@ -37,6 +37,9 @@ from baton.core.page_keys import KeyChain, salted_root
 from baton.engine.free_pages import FreePages
 from baton.engine.prefix_cache import PrefixCache
 
+RETAINED_SHARE = 2
+"""Hints keep at most one page in so many."""
+
 AnyLease = TypeVar("AnyLease", bound="Lease")
 
 
@@ -128,6 +131,10 @@ class Lease:
         if not self._pool.cache.store(key, page):
             self._copies[page] = key
 
+    def retain(self, keys: Sequence[bytes], seconds: float) -> None:
+        """Has the pages of these keys, counted from the first, evicted later."""
+        self._pool.cache.retain(keys, seconds)
+
     def share_copies(self) -> None:
         """Replaces each copy by the known page. Only before a step uses the lease."""
         self._pool._share_copies(self)
@@ -197,7 +204,7 @@ class PagePool:
         self.total = total
         self.page_size = page_size
         self.root = root
-        self.cache = PrefixCache()
+        self.cache = PrefixCache(most_retained=total // RETAINED_SHARE)
         self.lower = LowerTier()
         self._free = FreePages(total)
         self._holders = [0] * total  # leases, by page

@@ -1,8 +1,9 @@
 """The index of a pool's prefix cache: which pages hold known contents.
 
 A full page is stored under its key (core/page_keys.py), leased or not. Known pages without
-a lease are idle; the longest idle is evicted first. A lease returns its pages from the last
-to the first, so what follows a prefix is evicted before the prefix: leaves go first, without
+a lease are idle; the longest idle is evicted first, and retained pages after others
+(engine/idle_pages.py). A lease returns its pages from the last to the first, and retains pages
+from the first on, so what follows a prefix is evicted before the prefix: leaves go first, without
 a tree. With a second tier, idle pages that it does not hold are unsaved.
 
 Owned by the pool and its thread.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, KeysView, Sequence, Set
+from collections.abc import Container, Iterable, KeysView, Sequence, Set
 from operator import eq
+
+from baton.engine.idle_pages import IdlePages
 
 
 class KeySet(dict[bytes, None]):
@@ -33,11 +36,12 @@ class KeySet(dict[bytes, None]):
 
 
 class PrefixCache:
-    def __init__(self) -> None:
+    def __init__(self, most_retained: int = 0) -> None:
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the longest idle first
-        self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages, in the same order
+        self._until: dict[int, float] = {}  # when the retention of a known page ends
+        self._idle = IdlePages(most_retained)
+        self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages, the longest idle first
         self._copied: set[int] = set()  # idle pages that a copy leases; they keep their order
         self.changes = KeySet()  # keys that came or went since the last `drain`
         self.below: Container[bytes] | None = None  # keys in the second tier
@@ -59,7 +63,7 @@ class PrefixCache:
 
     @property
     def idle_pages(self) -> Set[int]:
-        return self._idle.keys() - self._copied
+        return set(self._idle) - self._copied
 
     @property
     def unsaved(self) -> int:
@@ -104,12 +108,13 @@ class PrefixCache:
         key = self._keys.pop(page, None)
         if key is not None:
             del self._pages[key]
+            self._until.pop(page, None)
             self.changes.toggle(key)
         return key
 
     def wake(self, page: int) -> None:
         """Marks a known page as leased."""
-        self._idle.pop(page, None)
+        self._idle.discard(page)
         self._unsaved.pop(page, None)
         self._copied.discard(page)
 
@@ -123,7 +128,7 @@ class PrefixCache:
         self._copied.discard(page)
         if page not in self._keys:
             return False
-        self._idle.setdefault(page, None)
+        self._idle.add(page, self._until.get(page, 0.0) if self._until else 0.0)
         if self.below is not None and self._keys[page] not in self.below:
             self._unsaved[page] = None
         return True
@@ -131,9 +136,18 @@ class PrefixCache:
     def touch(self, key: bytes) -> None:
         """Counts the end of a copy's use as use of the key's page."""
         page = self._pages[key]
-        for order in (self._idle, self._unsaved):
-            if page in order:
-                order.move_to_end(page)
+        self._idle.touch(page, self._until.get(page, 0.0))
+        if page in self._unsaved:
+            self._unsaved.move_to_end(page)
+
+    def retain(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Has known pages count as used for the next `seconds`, unless they do for longer. Pages
+        that are idle take their new places with their next use."""
+        until = self._idle.clock() + seconds
+        for key in keys:
+            page = self._pages.get(key)
+            if page is not None:
+                self._until[page] = max(until, self._until.get(page, 0.0))
 
     def oldest_unsaved(self, count: int) -> list[tuple[bytes, int]]:
         """Keys and pages of the longest idle."""
@@ -146,11 +160,10 @@ class PrefixCache:
             self._unsaved[page] = None
 
     def evict(self, count: int) -> list[int]:
-        """Evicts the `count` longest idle pages and returns them."""
-        pages = list(itertools.islice((p for p in self._idle if p not in self._copied), count))
+        """Evicts `count` idle pages and returns them."""
+        pages = self._idle.pop(count, without=self._copied)
         before = len(self._unsaved)
         for page in pages:
-            del self._idle[page]
             self._unsaved.pop(page, None)
             self.forget(page)
         self.evictions += count
@@ -162,8 +175,10 @@ class PrefixCache:
         pages = map(self._pages.get, self._keys.values())
         if len(self._pages) != len(self._keys) or not all(map(eq, pages, self._keys)):
             return "a key and its page do not know each other"
-        if not self._idle.keys() <= self._keys.keys():
+        if not self._keys.keys() >= set(self._idle):
             return "an idle page has no key"
-        if not (self._unsaved.keys() <= self.idle_pages and self._copied <= self._idle.keys()):
+        if not (self._unsaved.keys() <= self.idle_pages and self._copied <= set(self._idle)):
             return "a page is to be saved, or being saved, and not idle"
+        if not self._until.keys() <= self._keys.keys():
+            return "a page is retained without contents"
         return ""

@@ -28,6 +28,7 @@ class Sequence:
     expected: int = 0  # tokens that steps in flight will sample; only the device knows them yet
     restored: int = 0  # pages requested from the second tier
     chain: KeyChain = field(default_factory=KeyChain)  # without keys where nothing is cached
+    retained: bool = False  # whether its prompt's pages were, as the request asks for
     guide: TokenGuide | None = None
     lookup: PromptLookup | None = None  # where its tokens are guessed
     guesses: list[int] = field(default_factory=list)  # run by the next step that samples
@@ -142,10 +143,15 @@ class Sequence:
 
     def settle(self, computed: int) -> None:
         """Declares keys and values of tokens[:computed] final: full pages may be shared, and those
-        that no further token sees are given back."""
+        that no further token sees are given back. Once the prompt is computed, its pages are
+        retained if the request asks for it."""
         if computed // self.chain.page_size > self.lease.named:
             self.lease.name(self.chain.keys(self.tokens, computed))
             self.lease.advance(computed)
+        if self.work.retain_seconds and not self.retained and computed >= self.prompt_length:
+            self.retained = True
+            prompt = self.chain.keys(self.tokens, self.prompt_length)
+            self.lease.retain(prompt, self.work.retain_seconds)
 
     def add_prompt_score(self, position: int, logprobs: Logprobs) -> None:
         """Scores the token after `position`; ignored when computed again."""

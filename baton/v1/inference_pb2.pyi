@@ -111,6 +111,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEMANTIC_SIMILARITY_FIELD_NUMBER: _builtins.int
+    CACHE_HINT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model, or of an adapter of it, as ListModels gives it. Empty
     means the model.
@@ -200,6 +201,10 @@ class GenerateRequest(_message.Message):
         them too. Only where n is 1.
         """
 
+    @_builtins.property
+    def cache_hint(self) -> Global___CacheHint:
+        """How the prompt's cached pages are evicted. Unset: as those of others."""
+
     def __init__(
         self,
         *,
@@ -224,10 +229,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         resumed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         semantic_similarity: _builtins.float | None = ...,
+        cache_hint: Global___CacheHint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_semantic_similarity", b"_semantic_similarity", "chat", b"chat", "grammar", b"grammar", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "sampling", b"sampling", "semantic_similarity", b"semantic_similarity", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_semantic_similarity", b"_semantic_similarity", "cache_hint", b"cache_hint", "chat", b"chat", "grammar", b"grammar", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "sampling", b"sampling", "semantic_similarity", b"semantic_similarity", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_semantic_similarity", b"_semantic_similarity", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "sampling", b"sampling", "semantic_similarity", b"semantic_similarity", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_semantic_similarity", b"_semantic_similarity", "cache_hint", b"cache_hint", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "sampling", b"sampling", "semantic_similarity", b"semantic_similarity", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -259,6 +265,31 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_structure) -> _WhichOneofReturnType_structure | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class CacheHint(_message.Message):
+    """What the caller knows of later prompts. It changes no answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    ttl_seconds: _builtins.int
+    """Prompts that begin as this one are expected within so many seconds, at most
+    86,400: its cached pages count as used for as long. They are evicted later
+    than others, but never held where a request needs pages.
+    """
+    def __init__(
+        self,
+        *,
+        ttl_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheHint: _TypeAlias = CacheHint  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):

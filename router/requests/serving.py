@@ -224,6 +224,7 @@ class Serving:
             max_tokens=min(wanted, room),
             stop_token_ids=stops,
             cache_salt=request.cache_salt,
+            retain_seconds=request.retain_seconds,
             logprobs=request.logprobs,
             grammar=grammar,
             prompt_logprobs=request.prompt_logprobs,

@@ -36,10 +36,12 @@ class Bench:
     oracle: PreTrainedModel
     last: Answer = field(init=False)
 
-    def ask(self, prompt: list[int], salt: str = "") -> list[int]:
+    def ask(self, prompt: list[int], salt: str = "", ttl: int = 0) -> list[int]:
         """The answer, which is what transformers say."""
         with self.cluster.client() as client:
-            answer = client.generate(prompt, max_tokens=ANSWER, cache_salt=salt, timeout=60)
+            answer = client.generate(
+                prompt, max_tokens=ANSWER, cache_salt=salt, cache_ttl=ttl, timeout=60
+            )
         self.last = answer
         tokens = list(answer.token_ids)
         assert tokens == generate_with_transformers(self.oracle, prompt, ANSWER)
@@ -164,16 +166,28 @@ def test_what_is_half_evicted_is_half_found(
     model: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:
     """Pools of 40 pages, and prompts and answers that take more than four times as many."""
-    shape = model[1].config
-    heads, head_dim = shape.num_key_value_heads, shape.hidden_size // shape.num_attention_heads
-    page_bytes = shape.num_hidden_layers * 2 * PAGE * heads * head_dim * 4
-    with ProcessCluster(model[0], tmp_path, tree=tree(40 * page_bytes)) as cluster:
+    with ProcessCluster(model[0], tmp_path, tree=tree(40 * page_bytes(model[1]))) as cluster:
         made = Bench(cluster, model[1])
         asked = [prompt(seed, length=40 + 5 * seed) for seed in range(12)]
         for each in asked + asked[::-1]:
             made.ask(each)
         assert all(made.measured(worker, metrics.CACHE_EVICTED_PAGES) for worker in cluster.workers)
         assert all(made.hits())
+        # A hint keeps a prompt, which the others would have had evicted, on both workers.
+        hinted, plain = prompt(20), prompt(21)
+        made.ask(hinted, ttl=3600)
+        made.ask(plain)
+        for each in asked:
+            made.ask(each)
+        assert made.found_by(plain) == (0, 0)
+        assert made.found_by(hinted) == (60, 60)
+
+
+def page_bytes(model: PreTrainedModel) -> int:
+    shape = model.config
+    heads, head_dim = shape.num_key_value_heads, shape.hidden_size // shape.num_attention_heads
+    size: int = shape.num_hidden_layers * 2 * PAGE * heads * head_dim * 4
+    return size
 
 
 def test_without_a_cache_nothing_is_found_and_the_answers_are_the_same(

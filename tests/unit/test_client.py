@@ -49,6 +49,7 @@ def test_every_option_reaches_the_router(client: Client, router: ScriptedRouter)
         request_id="mine",
         n=2,
         cache_salt="ours",
+        cache_ttl=300,
         priority=5,
         prediction="hello again",
         timeout=30,
@@ -74,6 +75,7 @@ def test_every_option_reaches_the_router(client: Client, router: ScriptedRouter)
             request_id="mine",
             n=2,
             cache_salt="ours",
+            cache_hint=inference_pb2.CacheHint(ttl_seconds=300),
             priority=5,
             prediction="hello again",
         )

@@ -56,6 +56,7 @@ def test_a_prompt_may_be_a_chat_or_token_ids() -> None:
         pb.GenerateRequest(text="x", request_id="r" * 129),
         pb.GenerateRequest(text="x", cache_salt="s" * 257),
         pb.GenerateRequest(text="x", priority=-1001),
+        pb.GenerateRequest(text="x", cache_hint=pb.CacheHint(ttl_seconds=86401)),
         pb.GenerateRequest(text="x", prediction="s" * (2**17 + 1)),
         pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(temperature=float("nan"))),
         pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(top_p=-0.5)),

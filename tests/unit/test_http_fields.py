@@ -89,6 +89,13 @@ OTHER: list[tuple[Json, dict[str, Any]]] = [
     ({"ignore_eos": True}, {"ignore_eos": True}),
     ({"n": 16}, {"n": 16}),
     ({"cache_salt": "mine"}, {"cache_salt": "mine"}),
+    ({"cache_hint": {"ttl": 300}}, {"retain_seconds": 300}),
+    ({"cache_hint": {"ttl": "1h"}}, {"retain_seconds": 3600}),
+    ({"cache_hint": {"ttl": 0}}, {}),
+    ({"cache_hint": None}, {}),
+    ({"prompt_cache_retention": "24h"}, {"retain_seconds": 86400}),
+    ({"prompt_cache_retention": "in_memory"}, {}),
+    ({"cache_hint": {"ttl": 9}, "prompt_cache_retention": "24h"}, {"retain_seconds": 9}),
     ({"priority": -3}, {"priority": -3}),
     ({"service_tier": "auto"}, {}),
     ({"service_tier": "priority"}, {"priority": -100}),
@@ -135,6 +142,12 @@ def test_other_fields_are_parsed(given: Json, changed: Json) -> None:
     assert request(chat(seed=1, **given)) == dataclasses.replace(request(chat(seed=1)), **changed)  # type: ignore[arg-type]
 
 
+def test_a_ttl_beyond_a_day_is_refused_however_it_is_written() -> None:
+    for ttl in (86401, "2d"):
+        with pytest.raises(InvalidRequest, match="at most 86400"):
+            chat(cache_hint={"ttl": ttl})
+
+
 WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"temperature": 2.1}, "temperature", InvalidSampling),
     ({"temperature": -0.1}, "temperature", InvalidSampling),
@@ -171,6 +184,11 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", InvalidRequest),
     ({"stream": True, "stream_options": []}, "stream_options", InvalidRequest),
     ({"cache_salt": "a" * 257}, "cache_salt", InvalidRequest),
+    ({"cache_hint": {}}, "cache_hint.ttl", InvalidRequest),
+    ({"cache_hint": 5}, "cache_hint", InvalidRequest),
+    ({"cache_hint": {"ttl": -1}}, "cache_hint.ttl", InvalidRequest),
+    ({"cache_hint": {"ttl": 86401}}, "cache_hint.ttl", InvalidRequest),
+    ({"cache_hint": {"ttl": "soon"}}, "cache_hint.ttl", InvalidRequest),
     ({"priority": 1001}, "priority", InvalidRequest),
     ({"service_tier": "gold"}, "service_tier", InvalidRequest),
     ({"cache_salt": "\ud800"}, "cache_salt", InvalidRequest),

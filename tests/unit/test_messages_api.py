@@ -62,6 +62,55 @@ def test_fields_become_those_of_a_request() -> None:
     assert request(output_config={"format": form}).structure == wanted
 
 
+FIVE_MINUTES = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, 0),
+        ({"system": text("Be brief.")}, 300),
+        ({"cache_control": HOUR}, 3600),
+        ({"tools": [{"name": "f", "input_schema": {}, "cache_control": HOUR}]}, 3600),
+        ({"system": [{"type": "text", "text": "a", "cache_control": None}]}, 0),
+        (
+            {
+                "system": text("Be brief."),
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "Hi", "cache_control": HOUR}],
+                    },
+                    {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]},
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "1",
+                                "content": "b",
+                                "cache_control": FIVE_MINUTES,
+                            }
+                        ],
+                    },
+                ],
+            },
+            3600,
+        ),
+        ({"cache_hint": {"ttl": 7}}, 7),
+    ],
+)
+def test_a_mark_for_the_cache_retains_the_prompt(fields: Json, seconds: int) -> None:
+    assert request(**fields).retain_seconds == seconds
+
+
+@pytest.mark.parametrize("mark", [{"type": "forever"}, {"type": "ephemeral", "ttl": "2h"}, "1h"])
+def test_a_mark_of_another_kind_is_refused(mark: object) -> None:
+    with pytest.raises(InvalidRequest, match="cache_control"):
+        request(system=[{"type": "text", "text": "a", "cache_control": mark}])
+
+
 @pytest.mark.parametrize(
     ("system", "messages"),
     [

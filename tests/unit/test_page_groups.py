@@ -80,6 +80,17 @@ def test_what_is_given_back_stays_cached() -> None:
     assert made.acquire(10, keys(38, made)).found == 9
 
 
+def test_a_retained_prompt_outlasts_others_in_every_slice() -> None:
+    made = pool(60)
+    lease = compute(made, 40)
+    lease.retain(keys(40, made), 3600)
+    lease.release()
+    for salt in ("x", "y", "z"):
+        compute(made, 40, salt=salt).release()
+    assert made.find(keys(40, made)) == 10
+    assert [made.find(keys(40, made, salt)) for salt in ("x", "z")] == [0, 10]
+
+
 def test_a_hit_needs_the_last_window_alone() -> None:
     made = pool()
     compute(made, 40).release()

@@ -111,6 +111,51 @@ def test_what_follows_a_prefix_is_evicted_before_it() -> None:
     assert made.cache.evictions == 3
 
 
+def test_a_retained_prefix_outlasts_what_was_used_after_it_but_is_not_held() -> None:
+    made = pool(8)
+    with filled(made, "abc") as lease:
+        lease.retain(keys("ab"), 3600)
+    filled(made, "wxyz").release()
+    lease = made.acquire(6)
+    assert (cached(made, "abc"), cached(made, "wxyz")) == ("ab", ""), "the leaf is not retained"
+    lease.extend(1)
+    assert cached(made, "ab") == "a", "the last page first"
+    lease.extend(1)
+    assert (made.cached, made.free, made.check_integrity()) == (0, 0, "")
+
+
+def test_a_prefix_stays_retained_while_others_use_it() -> None:
+    made = pool(8)
+    with filled(made, "ab") as lease:
+        lease.retain(keys("ab"), 3600)
+        other = filled(made, "abc")
+    other.release()
+    filled(made, "xyz").release()
+    made.acquire(6)
+    assert (cached(made, "abc"), cached(made, "xyz")) == ("ab", "")
+
+
+def test_half_of_the_pool_is_retained_at_most() -> None:
+    made = pool(8)
+    for text in ("abc", "uvw"):
+        with filled(made, text) as lease:
+            lease.retain(keys(text), 3600)
+    filled(made, "x").release()
+    made.acquire(3)
+    assert (cached(made, "abc"), cached(made, "uvw"), cached(made, "x")) == ("a", "uvw", "x")
+
+
+def test_what_a_forgotten_page_held_is_not_retained() -> None:
+    made = pool(4)
+    with filled(made, "ab") as lease:
+        lease.retain(keys("ab"), 3600)
+        lease.forget()
+    filled(made, "xy").release()
+    filled(made, "uv").release()
+    made.acquire(1)
+    assert (cached(made, "xy"), cached(made, "uv"), made.check_integrity()) == ("x", "uv", "")
+
+
 def test_what_was_used_last_is_evicted_last() -> None:
     made = pool(4)
     filled(made, "ab").release()
@@ -207,7 +252,7 @@ def test_changes_say_what_came_and_went_and_nothing_that_did_both() -> None:
 def test_a_page_that_is_counted_wrong_is_found() -> None:
     made = pool()
     filled(made, "ab").release()
-    made.cache._idle.popitem()
+    made.cache._idle.pop(1)
     assert "lost" in made.check_integrity()
 
 

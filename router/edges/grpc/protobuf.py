@@ -61,6 +61,7 @@ def parse_request(
         structure=_parse_structure(message),
         prediction=message.prediction,
         cache_salt=message.cache_salt,
+        retain_seconds=_parse_hint(message.cache_hint),
         priority=message.priority,
         resumed=_parse_resumed(message),
         semantic_similarity=(
@@ -132,6 +133,13 @@ def _check_caller_fields(message: pb.GenerateRequest | pb.EmbedRequest) -> None:
     if abs(message.priority) > bounds.MAX_PRIORITY:
         limits = f"{-bounds.MAX_PRIORITY} to {bounds.MAX_PRIORITY}"
         raise InvalidRequest(f"priority must be {limits}, not {message.priority}", field="priority")
+
+
+def _parse_hint(hint: pb.CacheHint) -> int:
+    if hint.ttl_seconds > bounds.MAX_CACHE_TTL:
+        field = "cache_hint.ttl_seconds"
+        raise InvalidRequest(f"{field} must be at most {bounds.MAX_CACHE_TTL}", field=field)
+    return hint.ttl_seconds
 
 
 def _check_size(name: str, value: Sized, most: int, unit: str = "entries") -> None:

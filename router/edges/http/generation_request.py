@@ -13,7 +13,16 @@ from baton.core import bounds
 from baton.core.errors import InvalidRequest
 from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from baton.core.types import Prompt, Request, Sampling, Structure
-from baton.router.edges.http.request_model import RequestModel, Unserved, about, invalid, token_ids
+from baton.router.edges.http.request_model import (
+    DURATION,
+    RequestModel,
+    StrictModel,
+    Unserved,
+    about,
+    invalid,
+    seconds_of,
+    token_ids,
+)
 
 API_TEMPERATURE = 1.0
 """The APIs' own default."""
@@ -66,6 +75,22 @@ BannedIds = Annotated[tuple[int, ...], token_ids(bounds.MAX_BANNED)]
 # Of the OpenAI API and of Anthropic's.
 ServiceTier = Literal["auto", "default", "standard_only", "scale", "priority", "flex", "batch"]
 _SAMPLING_FIELDS = {each.name for each in dataclasses.fields(Sampling)}
+
+
+def _ttl(value: object) -> object:
+    return seconds_of(value) if isinstance(value, str) else value
+
+
+class CacheHint(StrictModel):
+    ttl: Annotated[
+        int,
+        BeforeValidator(
+            _ttl,
+            json_schema_input_type=Annotated[int, Field(ge=0, le=bounds.MAX_CACHE_TTL)]
+            | Annotated[str, Field(pattern=DURATION)],
+        ),
+        Field(ge=0, le=bounds.MAX_CACHE_TTL),
+    ] = Field(description='Seconds, or a number and s, m, h or d, such as "1h".')
 
 
 class PromptRequest(RequestModel):
@@ -137,6 +162,10 @@ class GenerationRequest(PromptRequest):
     stop_token_ids: Annotated[tuple[int, ...], token_ids(bounds.MAX_STOP_TOKENS)] = about(
         "Tokens that end the answer.", ()
     )
+    cache_hint: CacheHint | None = about(
+        "For how long prompts that begin as this one are expected: its pages are evicted later."
+    )
+    prompt_cache_retention: ShortText = about('"24h" is a cache_hint of that ttl.', "")
     ignore_eos: bool = about("Continue past the model's end tokens.", False)
     skip_special_tokens: bool = about("Leave special tokens out of the answer's text.", True)
     semantic_similarity: float | None = about(
@@ -174,6 +203,7 @@ class GenerationRequest(PromptRequest):
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             cache_salt=salt(self.cache_salt),
+            retain_seconds=self._retain_seconds(),
             priority=self._priority(),
             seeded=self.seed is not None,
             structure=structure,
@@ -182,6 +212,11 @@ class GenerationRequest(PromptRequest):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             **fields,
         )
+
+    def _retain_seconds(self) -> int:
+        if self.cache_hint is not None:
+            return self.cache_hint.ttl
+        return seconds_of("24h") if self.prompt_cache_retention == "24h" else 0
 
     def _sampling(self, defaults: GenerationDefaults) -> Sampling:
         given: dict[str, Any] = {

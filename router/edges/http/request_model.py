@@ -8,6 +8,7 @@ are refused by name.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
@@ -30,6 +31,9 @@ _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than_equal", "float
 # Null is not the same as absent.
 _MEANINGFUL_NULLS = {"tool_choice"}
 _SHOWN_CHARACTERS = 40
+DURATION = r"^[1-9]\d{0,5}[smhd]$"
+_DURATION = re.compile(DURATION)
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MESSAGES = {
     "missing": "is missing",
     "string_type": "must be a string, not {value}",
@@ -112,6 +116,13 @@ class RequestModel(StrictModel):
                 cls.unserved[name].check(name, value)
             given[name] = int(value) if type(value) is float and value.is_integer() else value
         return given
+
+
+def seconds_of(duration: str) -> int:
+    """Of a time such as "24h"."""
+    if not _DURATION.fullmatch(duration):
+        raise invalid(f'must be a time such as "24h", not {shown(duration)}')
+    return int(duration[:-1]) * _UNITS[duration[-1]]
 
 
 def about(description: str, default: object = None, **constraints: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
@@ -27,11 +27,30 @@ from baton.router.edges.http.generation_request import (
     StopList,
     TokenCount,
 )
-from baton.router.edges.http.request_model import RequestModel, StrictModel, Unserved, about
+from baton.router.edges.http.request_model import (
+    RequestModel,
+    StrictModel,
+    Unserved,
+    about,
+    seconds_of,
+)
 
 BILLING = "x-anthropic-billing-header:"
 """Begins a system block which some clients change with every call. The model does not see it: no
 prompt would share a page with another."""
+
+
+@with_config(ConfigDict(strict=True))
+class CacheControl(TypedDict):
+    """Marks the end of a prefix that is to be cached. Every prefix is; the mark retains it."""
+
+    type: Literal["ephemeral"]
+    ttl: NotRequired[Literal["5m", "1h"]]
+
+
+@with_config(ConfigDict(strict=True))
+class MarkedText(TextPart):
+    cache_control: NotRequired[CacheControl | None]
 
 
 @with_config(ConfigDict(strict=True))
@@ -53,6 +72,7 @@ class ToolUsePart(TypedDict):
     id: ToolText
     name: ToolText
     input: dict[str, object]
+    cache_control: NotRequired[CacheControl | None]
 
 
 @with_config(ConfigDict(strict=True))
@@ -60,6 +80,7 @@ class ToolResultPart(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: ToolText
     content: NotRequired[Content | None]
+    cache_control: NotRequired[CacheControl | None]
 
 
 _PART_TYPES = ("thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -72,7 +93,7 @@ def _part_tag(part: object) -> str:
 
 
 MessagePart = Annotated[
-    Annotated[TextPart, Tag("<text>")]
+    Annotated[MarkedText, Tag("<text>")]
     | Annotated[ThinkingPart, Tag("<thinking>")]
     | Annotated[RedactedPart, Tag("<redacted_thinking>")]
     | Annotated[ToolUsePart, Tag("<tool_use>")]
@@ -114,10 +135,10 @@ class TurnMessage(StrictModel):
             yield Message(self.role, "\n".join(texts), tuple(calls), reasoning=reasoning)
 
 
-def joined(content: str | list[TextPart] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""
+def joined(content: str | Sequence[TextPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content)
 
 
 class MessagesTool(StrictModel):
@@ -125,6 +146,7 @@ class MessagesTool(StrictModel):
     name: ToolText
     description: ToolText = ""
     input_schema: dict[str, object]
+    cache_control: CacheControl | None = None
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description, json.dumps(self.input_schema))
@@ -149,19 +171,23 @@ class OutputConfig(RequestModel):
     format: JsonOutput | None = None
 
 
+SystemContent = Annotated[
+    Annotated[PromptText, Tag("<text>")]
+    | Annotated[list[MarkedText], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
 _MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 _SWITCHES = {"enabled": True, "disabled": False}
 
 
 class CountTokensRequest(RequestModel):
-    """What a prompt is made of. Marks of what is to be cached (cache_control) are ignored: every
-    prefix is."""
+    """What a prompt is made of."""
 
     model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
     messages: Annotated[
         list[TurnMessage], Field(fail_fast=True, min_length=1, max_length=bounds.MAX_MESSAGES)
     ]
-    system: Content | None = about("Before the messages.")
+    system: SystemContent | None = about("Before the messages.")
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)] = (
         about("Functions that the model may ask the caller to call.", ())
     )
@@ -205,12 +231,28 @@ class CountTokensRequest(RequestModel):
 
 class MessagesRequest(CountTokensRequest, GenerationRequest):
     max_tokens: TokenCount = Field(description="The most tokens of the answer.")
+    cache_control: CacheControl | None = about("As at the last block of the prompt.")
     stop_sequences: StopList = about("The text is cut before the first of these.", ())
 
     unserved: ClassVar[dict[str, Unserved]] = {
         **GenerationRequest.unserved,
         **CountTokensRequest.unserved,
     }
+
+    def _retain_seconds(self) -> int:
+        """The longest time of all marks."""
+        marks = [mark for mark in self._marks() if mark]
+        times = [seconds_of(mark.get("ttl", "5m")) for mark in marks]
+        return max(times, default=super()._retain_seconds())
+
+    def _marks(self) -> Iterator[CacheControl | None]:
+        yield self.cache_control
+        yield from (tool.cache_control for tool in self.tools)
+        for content in (self.system, *(message.content for message in self.messages)):
+            for part in content if isinstance(content, list) else ():
+                match part["type"]:
+                    case "text" | "tool_use" | "tool_result":
+                        yield part.get("cache_control")
 
     def requests(
         self,
