@@ -6,6 +6,7 @@ batch finds the ids there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -109,6 +110,33 @@ def _line(identity: str, custom_id: str, response: object, error: object) -> byt
     fields = {"id": identity, "custom_id": custom_id, "response": response, "error": error}
     # In ASCII: some split lines at every character that Unicode takes for an end of line.
     return json.dumps(fields).encode() + b"\n"
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Of all answers in a file of results."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+    reasoning: int = 0
+
+    def add(self, usage: dict[str, Any]) -> None:
+        """Chats and responses have different names for the same."""
+        before = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
+        after = usage.get("output_tokens_details") or {}
+        self.input += usage.get("input_tokens") or usage.get("prompt_tokens") or 0
+        self.cached += before.get("cached_tokens", 0)
+        self.output += usage.get("output_tokens") or usage.get("completion_tokens") or 0
+        self.reasoning += after.get("reasoning_tokens", 0)
+
+
+def count_tokens(path: Path) -> TokenCounts:
+    counts = TokenCounts()
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as results:
+        for text in results:
+            counts.add(json.loads(text)["response"]["body"].get("usage") or {})
+    return counts
 
 
 def finished_ids(path: Path) -> set[str]:

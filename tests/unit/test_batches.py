@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,9 @@ from front_door import front_door
 from openai.types import Batch
 
 from baton.core.api_keys import make_key, write_keys
+from baton.core.batch_lines import answer_line
 from baton.core.config import BatchesConfig
+from baton.router.edges.http.batches.batch_runner import Results
 from baton.router.edges.http.batches.batch_store import BatchStore
 from baton.router.edges.http.batches.file_store import FileStore
 from baton.router.server import RouterServer
@@ -62,7 +65,9 @@ async def start(
     client: openai.AsyncOpenAI,
     content: bytes,
     window: str = "24h",
-    endpoint: Literal["/v1/chat/completions", "/v1/embeddings"] = "/v1/chat/completions",
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/embeddings", "/v1/responses"
+    ] = "/v1/chat/completions",
 ) -> Batch:
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     return await client.batches.create(
@@ -90,6 +95,11 @@ async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, 
     return by_id
 
 
+def sum_of(output: dict[str, dict[str, object]], name: str) -> int:
+    """Of a figure in the usage of all answers."""
+    return sum(each["response"]["body"]["usage"][name] for each in output.values())  # type: ignore[index]
+
+
 async def test_a_batch_is_answered_line_by_line(tmp_path: Path) -> None:
     async with door(tmp_path / "batches") as client:
         content = chats(5) + jsonl(line("wrong", temperature=9), line("other", model="other"))
@@ -108,12 +118,91 @@ async def test_a_batch_is_answered_line_by_line(tmp_path: Path) -> None:
         response = answer["response"]
         assert isinstance(response, dict)
         assert response["status_code"] == 200
+        assert batch.usage
+        assert (batch.usage.output_tokens, batch.usage.output_tokens_details.reasoning_tokens) == (
+            5 * 4,
+            0,
+        )
+        assert batch.usage.total_tokens == sum_of(output, "total_tokens")
         chat = openai.types.chat.ChatCompletion.model_validate(response["body"])
         assert chat.usage
         assert chat.usage.completion_tokens == 4
         errors = await results(client, batch.error_file_id)
         statuses = {name: each["response"]["status_code"] for name, each in errors.items()}  # type: ignore[index]
         assert statuses == {"wrong": 400, "other": 404}
+
+
+async def test_responses_of_a_batch_are_counted_too(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        asked = line("a", url="/v1/responses")
+        asked["body"] = {"input": "Hello", "max_output_tokens": 3}
+        batch = await ended(client, await start(client, jsonl(asked), endpoint="/v1/responses"))
+        usage = sum_of(await results(client, batch.output_file_id), "output_tokens")
+        assert batch.usage
+        assert batch.usage.output_tokens == usage == 3
+        assert batch.usage.input_tokens > 0
+
+
+async def test_results_expire_as_the_batch_says(tmp_path: Path) -> None:
+    async with door(tmp_path, keep_seconds=10_000.0) as client:
+        file = await client.files.create(file=("in.jsonl", chats(1)), purpose="batch")
+        for seconds, kept in ((7200, 7200), (86400, 10_000)):
+            batch = await client.batches.create(
+                input_file_id=file.id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+                output_expires_after={"anchor": "created_at", "seconds": seconds},
+            )
+            batch = await ended(client, batch)
+            output = await client.files.retrieve(batch.output_file_id or "")
+            assert output.expires_at == output.created_at + kept
+        for wrong in ({"anchor": "created_at", "seconds": 10}, {"anchor": "now", "seconds": 7200}):
+            with pytest.raises(openai.BadRequestError, match="output_expires_after"):
+                await client.batches.create(
+                    input_file_id=file.id,
+                    endpoint="/v1/chat/completions",
+                    completion_window="24h",
+                    output_expires_after=wrong,  # type: ignore[arg-type]
+                )
+
+
+def test_a_result_that_the_disk_has_no_room_for_leaves_whole_lines(tmp_path: Path) -> None:
+    store = BatchStore(files := FileStore(BatchesConfig(str(tmp_path))))
+    file = files.upload("a", io.BytesIO(chats(2)), "in.jsonl", 3600.0)
+    batch = store.create(
+        "a",
+        endpoint="/v1/chat/completions",
+        input_file_id=file["id"],
+        window="1h",
+        seconds=3600,
+    )
+    first, second = (answer_line(f"line-{index}", "r", 200, b"{}") for index in range(2))
+    with Results(store, "a", batch) as made:
+        made.add(200, first)
+        with largest_file(len(first) + 10), pytest.raises(OSError, match="No space left"):
+            made.add(200, second)
+        with largest_file(len(first)), pytest.raises(OSError, match="File too large"):
+            made.add(200, second)
+    with Results(store, "a", batch) as again:
+        assert batch["request_counts"]["completed"] == 1
+        assert [each.custom_id for each in again.pending(files.content("a", file["id"]))] == [
+            "line-1"
+        ]
+        again.add(200, second)
+        assert again.usage()["total_tokens"] == 0
+        output, errors = again.announce()
+    assert (output is not None, errors) == (True, None)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The system writes no file beyond `size` bytes, as a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def test_a_batch_embeds(tmp_path: Path) -> None:
@@ -260,7 +349,10 @@ async def test_a_restarted_router_runs_only_what_is_left(tmp_path: Path) -> None
     async with door(tmp_path) as client:
         batch = await ended(client, batch)
         assert batch.status == "completed"
-        assert len(await results(client, batch.output_file_id)) == 60
+        output_lines = await results(client, batch.output_file_id)
+        assert len(output_lines) == 60
+        assert batch.usage
+        assert batch.usage.input_tokens == sum_of(output_lines, "prompt_tokens")
     assert output.read_bytes().startswith(before)
 
 

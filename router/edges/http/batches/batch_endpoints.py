@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import re
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 from starlette.datastructures import FormData, UploadFile
@@ -30,16 +29,20 @@ from baton.router.edges.http.endpoint import (
     query_limit,
 )
 from baton.router.edges.http.generation_request import ShortText
-from baton.router.edges.http.request_model import RequestModel, Unserved, about, invalid, shown
+from baton.router.edges.http.request_model import (
+    RequestModel,
+    StrictModel,
+    about,
+    seconds_of,
+)
 
 MAX_FILE_BYTES = 200 * 2**20
 MAX_FILES_LISTED = 10_000
 MAX_BATCHES_LISTED = 100
 UPLOAD_SECONDS = 3600.0
+LEAST_EXPIRY = 3600
 MAX_EXPIRY = 30 * 86400
 _MARGIN = 64 * 2**10  # of a body around its file
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -49,9 +52,13 @@ Listed = TypeVar("Listed", FileObject, BatchObject)
 
 
 def _window(value: str) -> str:
-    if not _WINDOW.fullmatch(value):
-        raise invalid(f'must be a time such as "24h", not {shown(value)}')
+    seconds_of(value)
     return value
+
+
+class ExpiresAfter(StrictModel):
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=LEAST_EXPIRY, le=MAX_EXPIRY)
 
 
 class BatchRequest(RequestModel):
@@ -63,14 +70,13 @@ class BatchRequest(RequestModel):
         'When it ends at the latest: a number and s, m, h or d, such as "24h".', ...
     )
     metadata: Metadata | None = about("Kept with the batch.")
-    unserved: ClassVar[dict[str, Unserved]] = {
-        "output_expires_after": Unserved("files expire as the router is configured")
-    }
+    output_expires_after: ExpiresAfter | None = about(
+        "When its files of results are deleted, counted from their creation."
+    )
 
     @property
     def seconds(self) -> int:
-        number, unit = self.completion_window[:-1], self.completion_window[-1]
-        return int(number) * _UNITS[unit]
+        return seconds_of(self.completion_window)
 
 
 class FileList(TypedDict):
@@ -165,6 +171,7 @@ class BatchEndpoints:
             found = await asyncio.to_thread(store.batches, owner)
             return _page(http, found, 20, MAX_BATCHES_LISTED)
         body = await parse_body(http, BatchRequest.parse)
+        expiry = body.output_expires_after
         create = functools.partial(
             store.create,
             owner,
@@ -173,6 +180,7 @@ class BatchEndpoints:
             window=body.completion_window,
             seconds=body.seconds,
             metadata=body.metadata,
+            output_expiry={"anchor": "created_at", "seconds": expiry.seconds} if expiry else None,
         )
         return json_response({**await asyncio.to_thread(create)})
 
@@ -212,11 +220,11 @@ def _expiry(form: FormData, longest: float) -> float:
     given = form.get("expires_after[seconds]")
     if given is None:
         return longest
-    if not (isinstance(given, str) and given.isdecimal() and 3600 <= int(given[:9]) <= MAX_EXPIRY):
-        raise InvalidRequest(
-            f"expires_after[seconds] must be 3600 to {MAX_EXPIRY}", field="expires_after"
-        )
-    return min(float(given), longest)
+    seconds = int(given[:9]) if isinstance(given, str) and given.isdecimal() else 0
+    if not LEAST_EXPIRY <= seconds <= MAX_EXPIRY:
+        limits = f"{LEAST_EXPIRY} to {MAX_EXPIRY}"
+        raise InvalidRequest(f"expires_after[seconds] must be {limits}", field="expires_after")
+    return min(float(seconds), longest)
 
 
 def _page(http: HttpRequest, found: Sequence[Listed], default: int, most: int) -> Response:

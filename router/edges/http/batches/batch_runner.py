@@ -28,6 +28,7 @@ from baton.core.batch_lines import (
     BatchLine,
     answer_line,
     check_lines,
+    count_tokens,
     failure_line,
     finished_ids,
     pending_lines,
@@ -41,6 +42,7 @@ from baton.router.edges.http.batches.batch_store import (
     BatchObject,
     BatchStatus,
     BatchStore,
+    BatchUsage,
 )
 from baton.router.edges.http.batches.spare_capacity import SpareCapacity, Turn
 from baton.router.edges.http.http_errors import error_response
@@ -195,8 +197,9 @@ class BatchRunner:
         batch["status"], batch["finalizing_at"] = "finalizing", int(time.time())
         if status == "expired":
             await asyncio.to_thread(results.expire, path)
+        usage = await asyncio.to_thread(results.usage)
         output, errors = await asyncio.to_thread(results.announce)
-        changes = {"output_file_id": output, "error_file_id": errors}
+        changes = {"output_file_id": output, "error_file_id": errors, "usage": usage}
         await asyncio.to_thread(self._store.end, owner, batch, status, changes)
 
 
@@ -244,9 +247,22 @@ class Results:
             request_id = f"batch_req_{uuid.uuid4().hex}"
             self.add(0, failure_line(line.custom_id, request_id, "batch_expired", message))
 
+    def usage(self) -> BatchUsage:
+        """Of all answers, those before a restart too."""
+        counts = count_tokens(self._paths[0])
+        return {
+            "input_tokens": counts.input,
+            "input_tokens_details": {"cached_tokens": counts.cached},
+            "output_tokens": counts.output,
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning},
+            "total_tokens": counts.input + counts.output,
+        }
+
     def announce(self) -> tuple[str | None, str | None]:
         """Makes the files known to the owner. Returns their ids; an empty one is removed."""
         files, keep = self._store.files, self._store.files.keep_seconds
+        if expiry := self.batch.get("output_expires_after"):
+            keep = min(keep, expiry["seconds"])
         found: list[str | None] = []
         for file, identity, path in zip(self._files, self._ids, self._paths, strict=True):
             os.fsync(file)

@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from baton.core.config import BatchesConfig
 from baton.core.errors import InvalidRequest
+from baton.router.edges.http.answer_types import CachedTokens
 from baton.router.edges.http.batches.file_store import FileStore, read_all, unknown, write_json
 
 # fmt: off
@@ -50,6 +51,25 @@ class BatchErrorList(TypedDict):
     data: list[BatchErrorObject]
 
 
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
+class BatchUsage(TypedDict):
+    """Of all answers."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class OutputExpiry(TypedDict):
+    anchor: Literal["created_at"]
+    seconds: int
+
+
 class BatchObject(TypedDict):
     id: str
     object: Literal["batch"]
@@ -70,6 +90,8 @@ class BatchObject(TypedDict):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: BatchCounts
+    usage: BatchUsage | None
+    output_expires_after: OutputExpiry | None
     metadata: dict[str, str] | None
 
 
@@ -86,7 +108,8 @@ class BatchStore:
         input_file_id: str,
         window: str,
         seconds: int,
-        metadata: Mapping[str, str] | None,
+        metadata: Mapping[str, str] | None = None,
+        output_expiry: OutputExpiry | None = None,
     ) -> BatchObject:
         self.files.file(owner, input_file_id)
         now = int(time.time())
@@ -110,6 +133,8 @@ class BatchStore:
             "cancelling_at": None,
             "cancelled_at": None,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "usage": None,
+            "output_expires_after": output_expiry,
             "metadata": dict(metadata) if metadata else None,
         }
         self.save(owner, batch)
