@@ -35,6 +35,7 @@ from baton.router.edges.http.batches.batch_endpoints import (
     MAX_BATCHES_LISTED,
     MAX_EXPIRY,
     MAX_FILES_LISTED,
+    MAX_FORM_FIELDS,
     BatchList,
     BatchRequest,
     DeletedFile,
@@ -151,7 +152,13 @@ def _paths() -> Json:
 
 def _batch_paths() -> Json:
     limit = _limit(MAX_FILES_LISTED, MAX_FILES_LISTED)
-    upload: Json = {"type": "object", "required": ["file", "purpose"], "properties": _UPLOAD}
+    upload: Json = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": _UPLOAD,
+        "additionalProperties": _STRING,
+        "maxProperties": MAX_FORM_FIELDS,
+    }
     body: Json = {"required": True, "content": {"multipart/form-data": {"schema": upload}}}
     uploaded = {"200": _content("application/json", _reference("FileObject"))}
     refused = _errors("400", "401", "408", "413", "415", "429")

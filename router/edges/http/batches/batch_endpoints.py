@@ -38,6 +38,7 @@ from baton.router.edges.http.request_model import (
 
 MAX_FILE_BYTES = 200 * 2**20
 MAX_FILES_LISTED = 10_000
+MAX_FORM_FIELDS = 8  # of an upload
 MAX_BATCHES_LISTED = 100
 UPLOAD_SECONDS = 3600.0
 LEAST_EXPIRY = 3600
@@ -197,7 +198,7 @@ async def _form(http: HttpRequest) -> FormData:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HTTPException(415, "the header Content-Type must be multipart/form-data")
-    parser = MultiPartParser(http.headers, _bounded(http), max_files=1, max_fields=8)
+    parser = MultiPartParser(http.headers, _bounded(http), max_files=1, max_fields=MAX_FORM_FIELDS)
     try:
         async with arriving(UPLOAD_SECONDS):
             return await parser.parse()
