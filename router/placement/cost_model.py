@@ -33,6 +33,10 @@ STEP_MEMORY = 256.0
 FADING_MEMORY = 256.0
 ANSWER_RATE = 0.05
 
+KNOWN_AFTER = 32
+"""Answers, and reports of steps, after which neither the first, slow steps of a worker nor a few
+answers decide how long another takes."""
+
 
 class PromptCosts(NamedTuple):
     """Seconds that a prompt takes to prefill."""
@@ -145,7 +149,7 @@ class CostModel:
         self._fetch: OnlineFit | None = None
         self._step = OnlineFit(STEP_PRIOR, STEP_MEMORY)
         self._interference = InterferenceShare(INTERFERENCE_PRIOR)
-        self._answers = 0
+        self._answers = self._steps = 0
         self._answer_tokens = ANSWER_PRIOR
         self._costs: Costs | None = None
 
@@ -206,6 +210,7 @@ class CostModel:
     ) -> None:
         """`steps` steps of a decode worker of `seconds` each, with `busy_prefill` busy prefill
         workers on average."""
+        self._steps += 1
         self._note(self._step, (1.0, float(requests), float(pages), busy_prefill), seconds)
         alone = self.costs.step_seconds(requests, pages)
         self._interference.note(busy_prefill * seconds * steps, (seconds - alone) * steps)
@@ -235,7 +240,7 @@ class CostModel:
             step=step,
             interfered=self._interference.share,
             answer_tokens=self._answer_tokens,
-            knows_answers=self._answers > 0,
+            knows_answers=min(self._answers, self._steps) >= KNOWN_AFTER,
         )
 
     def _estimate_prompts(self) -> tuple[PromptCosts, PromptCosts]:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton.core.types import Role
-from baton.router.placement.cost_model import CostModel, Costs
+from baton.router.placement.cost_model import KNOWN_AFTER, CostModel, Costs
 
 
 def test_before_any_measurement_more_work_takes_longer() -> None:
@@ -150,3 +150,12 @@ def test_prompts_read_beside_busy_prefill_workers_say_what_they_take_alone() -> 
         model.note_prompt(Role.DECODE, tokens, 0, 0, tokens * (0.002 + 0.004 * busy), 0, busy)
     assert model.costs.local.seconds(200, 0) == pytest.approx(0.4, rel=0.25)
     assert model.costs.interference(0, 3) == pytest.approx(3 * 2 / 3, rel=0.15)
+
+
+def test_few_answers_and_steps_say_nothing_of_how_long_an_answer_takes() -> None:
+    model = CostModel()
+    for number in range(1, KNOWN_AFTER + 1):
+        assert not model.costs.knows_answers
+        model.note_answer(14)
+        model.note_step(1, 1, 0.0, 1.0 if number == 1 else 0.01)
+    assert model.costs.knows_answers

@@ -14,7 +14,7 @@ from test_adapters import load_now, open_pool
 from tiny_models import TINY_MODELS, save
 from transformers import PreTrainedModel
 
-from baton.core.adapter_config import find_adapter
+from baton.core.adapter_store import find_adapter
 from baton.core.types import Logprobs
 from baton.engine import engine as engines
 from baton.engine import key_balance
