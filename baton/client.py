@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Self
 import grpc
 import grpc.aio
 
-from baton.client_calls import ClientCalls, StreamCalls, run_to_end
+from baton.client_calls import ClientCalls
 from baton.connection import from_rpc_error, translated
 from baton.core.errors import Cancelled
 from baton.responses import AnswerBuilder, Delta, timing_of
+from baton.stream_calls import StreamCalls, run_to_end
 from baton.v1 import inference_pb2, timing_pb2
 
 Arrivals = queue.SimpleQueue[inference_pb2.GenerateResponse | grpc.RpcError | None]
