@@ -157,7 +157,7 @@ def _batch_paths() -> Json:
         "required": ["file", "purpose"],
         "properties": _UPLOAD,
         "additionalProperties": _STRING,
-        "maxProperties": MAX_FORM_FIELDS,
+        "maxProperties": MAX_FORM_FIELDS + 1,  # and the file
     }
     body: Json = {"required": True, "content": {"multipart/form-data": {"schema": upload}}}
     uploaded = {"200": _content("application/json", _reference("FileObject"))}
