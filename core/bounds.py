@@ -7,6 +7,7 @@ and now keeps the likeliest token, as it does over HTTP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -125,6 +126,14 @@ def normalized(sampling: Sampling) -> Sampling:
     return sampling if sampling.top_p else replace(sampling, top_k=1, top_p=1.0)
 
 
+def check_vocabulary(ids: Sequence[int], size: int, field: str = "token_ids") -> None:
+    """Raises TokenOutOfRange for `field` if one of the ids, none of them negative, is too large."""
+    if max(ids, default=0) >= size:
+        raise TokenOutOfRange(
+            f"token id {max(ids)} is outside the vocabulary of {size}", field=field
+        )
+
+
 def check_work(work: Work, vocabulary_size: int) -> None:
     """Raises what is wrong with the work; returns when the engine can run it.
 
@@ -132,11 +141,7 @@ def check_work(work: Work, vocabulary_size: int) -> None:
     """
     if not work.prompt_tokens:
         raise InvalidRequest("the prompt is empty", field="prompt")
-    if max(work.prompt_tokens) >= vocabulary_size:
-        raise TokenOutOfRange(
-            f"token id {max(work.prompt_tokens)} is outside the vocabulary of {vocabulary_size}",
-            field="token_ids",
-        )
+    check_vocabulary(work.prompt_tokens, vocabulary_size)
     if work.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if work.answer_tokens >= min(len(work.prompt_tokens), work.max_tokens):

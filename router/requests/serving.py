@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from baton.core.bounds import check_vocabulary
 from baton.core.config import RouterConfig
 from baton.core.errors import (
     BatonError,
@@ -282,15 +283,8 @@ def _check_tokens(request: Request, tokens: list[int], context: int, size: int) 
         raise PromptTooLong(
             f"the prompt has {len(tokens)} tokens; {room} {context - 1}", field="prompt"
         )
-    if max(tokens) >= size:
-        raise TokenOutOfRange(
-            f"token id {max(tokens)} is outside the vocabulary of {size}", field="token_ids"
-        )
-    if max(request.resumed, default=0) >= size:
-        raise TokenOutOfRange(
-            f"token id {max(request.resumed)} is outside the vocabulary of {size}",
-            field="resumed_token_ids",
-        )
+    check_vocabulary(tokens, size)
+    check_vocabulary(request.resumed, size, "resumed_token_ids")
     outside = [token for token, _ in request.sampling.logit_bias if token >= size]
     if outside:
         raise TokenOutOfRange(
