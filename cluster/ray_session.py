@@ -70,7 +70,7 @@ def start(namespace: str, processes: int) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default Ray's workers yield to everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    with _on_loopback(), _without_extras():
+    with _own_ray():
         context = ray.init(
             "local",
             namespace=namespace,
@@ -165,22 +165,6 @@ def _silence_ray() -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
 
 
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """A Ray that starts within listens on loopback alone, as it does by default on systems where
-    it forms no clusters. It reads the environment when it is imported, and its processes do."""
-    name, clusters = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    before = os.environ.get(name)
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = clusters
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
 class _FewProcesses(parameter.RayParams):  # type: ignore[misc]
     """A head without the processes that scale nodes and collect logs."""
 
@@ -198,7 +182,9 @@ def _not_wanted() -> ImportError:
     return ImportError("the dashboard is not used")
 
 
-_EXTRAS: tuple[tuple[Any, str, Any], ...] = (
+_OURS: tuple[tuple[Any, str, Any], ...] = (
+    # So it listens on loopback alone, as it does by default on systems where it forms no clusters.
+    (ray_constants, "ENABLE_RAY_CLUSTER", False),
     (parameter, "RayParams", _FewProcesses),
     (node.Node, "start_api_server", _nothing),
     (utils, "get_dashboard_dependency_error", _not_wanted),
@@ -206,17 +192,24 @@ _EXTRAS: tuple[tuple[Any, str, Any], ...] = (
 
 
 @contextlib.contextmanager
-def _without_extras() -> Iterator[None]:
-    """A Ray that starts within has no process or port that we do not use. ray.init has no options
-    for that."""
-    before = [getattr(owner, name) for owner, name, _ in _EXTRAS]
-    for owner, name, ours in _EXTRAS:
+def _own_ray() -> Iterator[None]:
+    """A Ray that starts within listens on loopback alone, and has no process or port that we do not
+    use. ray.init has no options for that. This process reads the environment when it imports Ray,
+    and Ray's own do."""
+    clusters = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before = os.environ.get(clusters)
+    theirs = [getattr(owner, name) for owner, name, _ in _OURS]
+    os.environ[clusters] = "0"
+    for owner, name, ours in _OURS:
         setattr(owner, name, ours)
     try:
         yield
     finally:
-        for (owner, name, _), theirs in zip(_EXTRAS, before, strict=True):
-            setattr(owner, name, theirs)
+        for (owner, name, _), value in zip(_OURS, theirs, strict=True):
+            setattr(owner, name, value)
+        os.environ.pop(clusters)
+        if before is not None:
+            os.environ[clusters] = before
 
 
 def _log_folder(context: Any) -> str:
