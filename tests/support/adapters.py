@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from pathlib import Path
 
 import torch
@@ -11,6 +12,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from baton.core.types import Adapter
+from baton.engine.adapter_pool import AdapterPool
+from baton.engine.engine import Engine
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -47,3 +52,19 @@ def change_tensors(folder: Path, **changes: Tensor | None) -> None:
         if tensor is not None:
             tensors[name] = tensor
     save_file(tensors, file)
+
+
+def open_pool(engine: Engine, slots: int = 8, folder: Path = Path("/")) -> AdapterPool:
+    return engine.open_adapters(slots, [str(folder)], lambda: None)
+
+
+def load_now(pool: AdapterPool, *adapters: Adapter) -> None:
+    """Waits until they are loaded."""
+    ended = threading.Event()
+    pool._wake = ended.set
+    for adapter in adapters:
+        while not pool.want(adapter, kept=()):
+            ended.wait(10)
+            ended.clear()
+            if failed := pool.settle():
+                raise next(iter(failed.values()))

@@ -33,19 +33,25 @@ async def front_door(
     identity = node_identity(configs.parse(tree or {}))
     addresses = [await worker.start(identity) for worker in workers]
     config = configs.parse({**(tree or {}), "members": {"workers": addresses}, "router": router})
-    server = RouterServer(config)
-    stopping = StopSignal()
     try:
-        await server.start()
-        await server.wait_ready()
-        serving = asyncio.ensure_future(server.serve_until(stopping))
-        yield server
-        stopping.request()
-        stopping.request()
-        await serving
+        async with running_router(config) as server:
+            yield server
     finally:
         for worker in workers:
             await worker.stop()
+
+
+@asynccontextmanager
+async def running_router(config: configs.Config) -> AsyncIterator[RouterServer]:
+    """In this process, with workers ready; ended at once, without waiting for requests."""
+    server, stopping = RouterServer(config), StopSignal()
+    await server.start()
+    await server.wait_ready()
+    serving = asyncio.ensure_future(server.serve_until(stopping))
+    yield server
+    stopping.request()
+    stopping.request()
+    await serving
 
 
 @contextmanager

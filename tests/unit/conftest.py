@@ -1,9 +1,10 @@
-"""A scripted router with clients and terminals; a clock; the rendered overlays."""
+"""A scripted router with clients and terminals; a Redis; a clock; the rendered overlays."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 from clocks import Clock
@@ -12,6 +13,7 @@ from kustomize import OVERLAYS, Manifest, render
 from scripted_router import ScriptedRouter
 
 from baton import AsyncClient, Client
+from bench.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -47,6 +49,12 @@ def closed_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture

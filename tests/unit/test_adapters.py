@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from adapters import ALL, ATTENTION, change_adapter_config, change_tensors, save_adapter
+from adapters import (
+    ALL,
+    ATTENTION,
+    change_adapter_config,
+    change_tensors,
+    load_now,
+    open_pool,
+    save_adapter,
+)
 from engine_loop import load, serve
 from rank_threads import split_engine
 from tiny_models import TINY_MODELS, choices_of_transformers, save
@@ -43,22 +50,6 @@ SETTINGS: list[dict[str, object]] = [
         "exclude_modules": ["layers.2.mlp.up_proj"],
     },
 ]  # fmt: skip
-
-
-def open_pool(engine: Engine, slots: int = 8, folder: Path = Path("/")) -> AdapterPool:
-    return engine.open_adapters(slots, [str(folder)], lambda: None)
-
-
-def load_now(pool: AdapterPool, *adapters: Adapter) -> None:
-    """Waits until they are loaded."""
-    ended = threading.Event()
-    pool._wake = ended.set
-    for adapter in adapters:
-        while not pool.want(adapter, kept=()):
-            ended.wait(10)
-            ended.clear()
-            if failed := pool.settle():
-                raise next(iter(failed.values()))
 
 
 def load_products(engine: Engine, folder: Path) -> AdapterProducts:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from adapters import save_adapter
+from adapters import load_now, open_pool, save_adapter
 from engine_loop import load, serve
 from rank_threads import split_engine
-from test_adapters import load_now, open_pool
 from tiny_models import TINY_MODELS, save
 from transformers import PreTrainedModel
 
@@ -18,8 +16,8 @@ from baton.core.adapter_store import find_adapter
 from baton.core.types import Logprobs
 from baton.engine import engine as engines
 from baton.engine import key_balance
+from baton.engine.engine import Engine
 from baton.engine.quality import score
-from baton.engine.weights import load_model
 
 PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (3, 20, 70)]
 MODELS = ["llama-biases", "qwen2", "qwen3", "olmo2", "phi3-partial", "gemma3", "smollm3"]
@@ -36,38 +34,33 @@ def save_uneven(name: str, folder: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture
-def _balanced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are balanced, and stored as they are."""
-
-    def load_balanced(*parts: object, **_: object) -> object:
-        return partial(load_model, balanced=True)(*parts)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engines, "load_model", load_balanced)
+def load_balanced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """With balanced keys that are stored as they are."""
+    with monkeypatch.context() as patch:
+        load_model = engines.load_model
+        patch.setattr(engines, "load_model", lambda *parts, **_: load_model(*parts, balanced=True))
+        return load(folder)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_keep_their_bits(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_scores_keep_their_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_uneven(name, tmp_path)
-    plain = load(tmp_path)
-    request.getfixturevalue("_balanced")
-    balanced = load(tmp_path)
+    plain, balanced = load(tmp_path), load_balanced(tmp_path, monkeypatch)
     assert score(balanced, PROMPTS[2]) == score(plain, PROMPTS[2])
     assert not torch.equal(balanced.kv, plain.kv)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "phi3-partial"])
 def test_adapters_add_to_balanced_keys(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = save_uneven(name, tmp_path / "model")
+    folder = tmp_path / "model"
+    base = save_uneven(name, folder)
     targets = ["qkv_proj"] if name.startswith("phi3") else ["q_proj", "k_proj", "v_proj"]
     save_adapter(base, tmp_path / "adapter", target_modules=targets)
     adapter = find_adapter(str(tmp_path / "adapter"))
     answers = []
-    for fixture in ("tmp_path", "_balanced"):
-        request.getfixturevalue(fixture)
-        engine = load(tmp_path / "model")
+    for engine in (load(folder), load_balanced(folder, monkeypatch)):
         load_now(open_pool(engine), adapter)
         answers.append(serve(engine, PROMPTS, 12, chunk=16, adapters=[adapter] * 3))
     assert answers[0] == answers[1]

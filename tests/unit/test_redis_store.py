@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,12 +21,6 @@ from bench.redis_server import RedisServer
 
 ALICE, BOB = b"a" * 16, b"b" * 16
 KEY = ResponseKey(ALICE, b"1" * 32)
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import asyncio
 import logging
 import random
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,12 +16,6 @@ from waiting import until
 from baton.router.response_cache import redis_store, response_keys
 from baton.router.response_cache.stored_response import FoundResponse
 from bench.redis_server import RedisServer
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture
