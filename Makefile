@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-fleet test-page test-clients soak lint bench proto setup clean
+.PHONY: help serve test test-faults test-fleet test-page test-clients soak lint audit lock sbom bench proto setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | \
@@ -50,10 +50,31 @@ test-clients: setup ## run other people's clients: SDKs, agents, benchmarks, Tri
 	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
 	@$(BIN)/python -m pytest tests/clients
 
-lint: $(VENV)/.installed ## ruff, with bandit's rules, and mypy --strict
+lint: $(VENV)/.installed audit ## ruff, with bandit's rules, mypy --strict, and audit
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# STRICT=--strict fails where the database of vulnerabilities cannot be asked.
+STRICT ?=
+audit: $(VENV)/.supply ## look up the images' packages among known vulnerabilities
+	@$(BIN)/python deploy/docker/audit.py $(STRICT)
+
+IMAGES := deploy/docker
+COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.12 --generate-hashes \
+	--custom-compile-command 'make lock' pyproject.toml --extra server
+lock: $(VENV)/.supply ## pin the images' packages again, to the latest that fit
+	@$(COMPILE) --no-config --output-file $(IMAGES)/cuda.lock >/dev/null
+	@grep -oE '^torch==[^ ]+' $(IMAGES)/cuda.lock > $(IMAGES)/cpu-torch.txt
+	@$(COMPILE) --config-file $(IMAGES)/cpu.uv.toml --constraints $(IMAGES)/cuda.lock \
+		--no-emit-package torch --output-file $(IMAGES)/cpu.lock >/dev/null
+
+sbom: $(VENV)/.supply ## write what the images are made of, as CycloneDX, to build/sbom
+	@mkdir -p build/sbom
+	@$(BIN)/cyclonedx-py requirements $(IMAGES)/cuda.lock --pyproject pyproject.toml \
+		--output-reproducible --output-file build/sbom/cuda.cdx.json
+	@cat $(IMAGES)/cpu-torch.txt $(IMAGES)/cpu.lock | $(BIN)/cyclonedx-py requirements - \
+		--pyproject pyproject.toml --output-reproducible --output-file build/sbom/cpu.cdx.json
 
 bench: setup ## print the tables of docs/PERFORMANCE.md for this machine's CPU
 	@$(BIN)/python -m bench.engine
@@ -74,6 +95,10 @@ $(VENV)/.installed: pyproject.toml
 	@echo "installing into $(VENV) (a few minutes, once) …"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
+	@touch $@
+
+$(VENV)/.supply: $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --editable '.[supply]'
 	@touch $@
 
 clean: ## remove .venv and build files

@@ -1,11 +1,15 @@
 # Baton on CPUs, with the embedded model. From the repository's root:
 #     docker build --file deploy/docker/cpu.Dockerfile --tag registry.example/baton:0.1.0-cpu .
 FROM python:3.12.11-slim-bookworm AS build
-# An index with a torch without CUDA, for machines whose default includes CUDA.
-ARG PIP_EXTRA_INDEX_URL=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 XDG_CACHE_HOME=/opt/baton/cache
 RUN python -m venv /opt/baton
 WORKDIR /src
+# The pinned packages first: they change seldom.
+COPY deploy/docker/cpu.lock deploy/docker/cpu-torch.txt deploy/docker/
+RUN /opt/baton/bin/pip install --require-hashes --no-deps --requirement deploy/docker/cpu.lock
+# An index with a torch without CUDA, for machines whose default includes CUDA.
+ARG PIP_EXTRA_INDEX_URL=""
+RUN /opt/baton/bin/pip install --requirement deploy/docker/cpu-torch.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY baton baton
 COPY core core
@@ -20,7 +24,8 @@ COPY rpc rpc
 COPY planner planner
 COPY cluster cluster
 COPY cli cli
-RUN /opt/baton/bin/pip install ".[server]" && /opt/baton/bin/baton model pull
+RUN /opt/baton/bin/pip install --no-deps --no-build-isolation . \
+    && /opt/baton/bin/baton model pull
 
 FROM python:3.12.11-slim-bookworm
 # procps: pgrep, for a pod's preStop. wget: health checks, here and Ray's.

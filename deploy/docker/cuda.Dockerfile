@@ -7,6 +7,9 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python3.12 -m venv /opt/baton
 WORKDIR /src
+# The pinned packages first: they change seldom.
+COPY deploy/docker/cuda.lock deploy/docker/
+RUN /opt/baton/bin/pip install --require-hashes --no-deps --requirement deploy/docker/cuda.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY baton baton
 COPY core core
@@ -21,7 +24,7 @@ COPY rpc rpc
 COPY planner planner
 COPY cluster cluster
 COPY cli cli
-RUN /opt/baton/bin/pip install ".[server]"
+RUN /opt/baton/bin/pip install --no-deps --no-build-isolation .
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 # gcc and Python's headers: Triton compiles its launchers. The verbs: NIXL over RDMA.
