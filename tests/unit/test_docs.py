@@ -109,6 +109,6 @@ def test_names_occur_in_the_code(page: Path) -> None:
 
 @functools.cache
 def words_of_the_code() -> set[str]:
-    kinds = (".py", ".proto", ".yaml", ".toml", ".js")
+    kinds = (".py", ".proto", ".yaml", ".toml", ".js", ".json", ".sh")
     files = (path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in kinds)
     return {word for path in files for word in re.findall(r"\w+", path.read_text())}
