@@ -27,7 +27,7 @@ test-faults: setup ## signal every process at every moment of a request; cut the
 
 # Loses and adds nodes, Ray's head without and with a Redis, restarts all workers, runs two versions
 # side by side; prints the table of recoveries.
-test-fleet: setup ## run clusters of several Ray nodes and of several versions
+test-fleet: setup ## run several clusters, routers, Ray nodes and versions at once
 	@command -v redis-server >/dev/null || \
 		echo "no redis-server: some tests are skipped (apt-get install redis-server)"
 	@$(BIN)/python -m pytest -m fleet tests/cluster

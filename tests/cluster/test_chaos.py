@@ -183,13 +183,8 @@ async def test_no_stream_is_lost_while_signals_hit_workers(
         cluster.wait_idle()
 
 
-@pytest.mark.parametrize(
-    "crash",
-    [
-        "abort",
-        *(pytest.param(crash, marks=pytest.mark.faults) for crash in CRASHES if crash != "abort"),
-    ],
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("crash", CRASHES)
 async def test_a_request_that_crashes_workers_takes_down_three_and_nobody_with_it(
     tiny: Path, tmp_path: Path, crash: str
 ) -> None:

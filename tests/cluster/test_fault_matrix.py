@@ -34,10 +34,8 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 TARGETS = ("prefill-0", "decode-0", "router")
 MOMENTS = ("queued", "computing", "transferring", "token 1", "token 6", "last token")
 FAST = {
-    ("SIGKILL", "prefill-0", "transferring"),
     ("SIGKILL", "decode-0", "token 6"),
     ("SIGTERM", "decode-0", "token 1"),
-    ("SIGSTOP", "decode-0", "token 6"),
     ("SIGKILL", "router", "token 6"),
 }
 CELLS = [

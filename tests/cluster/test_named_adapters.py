@@ -37,6 +37,7 @@ def hub() -> Iterator[TinyHub]:
     made.close()
 
 
+@pytest.mark.fleet
 def test_a_name_that_one_router_adds_is_known_to_the_other(tmp_path: Path, hub: TinyHub) -> None:
     """Two of the adapters are a hub's: one from the start, one that is added."""
     base = save(TINY_MODELS["llama"], tmp_path / "model")

@@ -125,6 +125,7 @@ def assert_answers(cluster: Serve) -> None:
         assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
 
 
+@pytest.mark.fleet
 def test_two_clusters_share_a_ray_and_leave_it_running(
     head: RayHead, detached: Detached, tiny: Path, tmp_path: Path
 ) -> None:
@@ -239,6 +240,7 @@ def test_what_only_a_worker_can_find_is_told_in_one_line(head: RayHead, tmp_path
     head.wait_without_actors()
 
 
+@pytest.mark.fleet
 def test_a_node_downloads_a_hubs_model_itself_and_reports_what_goes_wrong(
     head: RayHead, hub: TinyHub, node_home: Path, tmp_path: Path
 ) -> None:

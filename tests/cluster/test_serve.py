@@ -167,6 +167,7 @@ def test_a_decode_worker_killed_after_the_controller_comes_back(serve: Serve) ->
     serve.wait_whole()
 
 
+@pytest.mark.fleet
 def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
     serve: Serve, tiny: Path, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from .cluster import Cluster
 from .faults import Faults
 from .test_mutations import Patch, fail_some_seed
 
-SEEDS = 1000
+SEEDS = 400
 
 
 class DeadlyFaults(Faults):
