@@ -353,3 +353,19 @@ def test_a_head_with_a_redis_finds_it_and_what_it_started_before(overlay: list[M
     assert ports(container)[port["targetPort"]] == port["port"]
     assert {"--detach", "--watch"} <= set(serve)
     assert any(flag.startswith("--name=") for flag in serve)
+
+
+def test_pods_follow_what_the_planner_wants(tmp_path: Path) -> None:
+    """A worker without a node is what Ray's autoscaler adds a pod for."""
+    lines = f"""
+resources: [{OVERLAYS / "gpu-rdma"}]
+components: [{OVERLAYS.parent / "components" / "planner"}]
+"""
+    (tmp_path / "kustomization.yaml").write_text(lines)
+    planned = render(tmp_path)
+    serve = named(head_of(planned)["containers"], "baton")["args"]
+    assert "--plan" in serve
+    assert "--plan" in options("serve")
+    cluster = find(planned, "RayCluster", "baton")
+    assert cluster["spec"]["enableInTreeAutoscaling"]
+    ray_cluster.validate(cluster, KUBERNETES)
