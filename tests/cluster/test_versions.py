@@ -8,13 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import Process, ProcessCluster
+from processes import ProcessCluster, second_router
 from steady_load import SteadyLoad
 from waiting import until
 
@@ -102,18 +99,6 @@ async def test_an_upgrade_of_one_worker_after_the_other_loses_nothing(
             await load.more(24)
             assert len(load.pairs) == 4
         cluster.wait_idle()
-
-
-@contextmanager
-def second_router(workspace: Path, before: list[str]) -> Iterator[str]:
-    """The address of a router beside the cluster's own, of another version."""
-    arguments = ["baton.router", "--config", str(workspace / "router.yaml")]
-    router = Process(workspace, "second-router", arguments, before)
-    try:
-        yield router.wait_for(r"gRPC on (\S+),")
-    finally:
-        router.send(signal.SIGTERM)
-        assert router.wait() == 0
 
 
 async def test_routers_of_two_protocols_use_the_workers_that_speak_theirs(

@@ -12,7 +12,7 @@ import socket
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -233,6 +233,18 @@ class ProcessCluster:
         path = self._workspace / f"{name}.yaml"
         path.write_text(yaml.safe_dump({**self._tree, **changes}))
         return str(path)
+
+
+@contextlib.contextmanager
+def second_router(workspace: Path, before: list[str]) -> Iterator[str]:
+    """The address of a router beside the cluster's own, of another version."""
+    arguments = ["baton.router", "--config", str(workspace / "router.yaml")]
+    router = Process(workspace, "second-router", arguments, before)
+    try:
+        yield router.wait_for(r"gRPC on (\S+),")
+    finally:
+        router.send(signal.SIGTERM)
+        assert router.wait() == 0
 
 
 _ports = itertools.count(20_000 + 2_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
