@@ -11,8 +11,11 @@ are dropped silently, while both can still be reached from here.
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from types import TracebackType
+
+import pytest
 
 ENTER = ["unshare", "--map-root-user", "--net", "--mount", "--mount-proc"]
 # All processes in there end with it.
@@ -27,6 +30,15 @@ def why_not() -> str:
     except FileNotFoundError as error:
         return str(error)
     return run.stderr.strip() if run.returncode else ""
+
+
+def run_inside(file: Path) -> None:
+    """Runs a file of tests in a namespace of its own; skips where there are none."""
+    if reason := why_not():
+        pytest.skip(f"needs user namespaces: {reason}")
+    command = [*ENTER, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 class Host:
@@ -95,6 +107,10 @@ class Network:
     def cut(self) -> None:
         for host in (self.near, self.far):
             _ip(f"rule add iif {host.name} blackhole")
+
+    def keep_out(self, host: Host) -> None:
+        """Drops what comes from a host, as a firewall does."""
+        _ip(f"rule add iif {host.name} blackhole")
 
     def mend(self) -> None:
         for host in (self.near, self.far):
