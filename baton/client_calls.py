@@ -166,11 +166,11 @@ class ClientCalls(Generic[StreamType]):
 
     @shared
     async def add_adapter(
-        self, name: str, folder: str, *, timeout: Timeout = ADAPTER_SECONDS
+        self, name: str, folder: str, *, model: str = "", timeout: Timeout = ADAPTER_SECONDS
     ) -> bytes:
         """Serves a LoRA adapter under a name; returns its digest. `folder` is PEFT's, or a hub's
-        repository (org/name@revision). For admins."""
-        request = cluster_pb2.AddAdapterRequest(name=name, folder=folder)
+        repository (org/name@revision). Of several models, `model` is its base. For admins."""
+        request = cluster_pb2.AddAdapterRequest(name=name, folder=folder, model=model)
         return (await self._call(self._admin.AddAdapter, request, timeout)).digest
 
     @shared
@@ -178,6 +178,19 @@ class ClientCalls(Generic[StreamType]):
         """Ends an adapter's name; waits for requests under it. For admins."""
         request = cluster_pb2.RemoveAdapterRequest(name=name)
         await self._call(self._admin.RemoveAdapter, request, timeout)
+
+    @shared
+    async def add_model(self, name: str, keys: str, *, timeout: Timeout = ADAPTER_SECONDS) -> None:
+        """Serves a further model; `pools` reports its workers' progress. `keys` are those of the
+        configuration, as JSON, such as '{"model": "org/name"}'. For admins."""
+        request = cluster_pb2.NamedModel(name=name, keys=keys)
+        await self._call(self._admin.AddModel, request, timeout)
+
+    @shared
+    async def remove_model(self, name: str, *, timeout: Timeout = CALL_SECONDS) -> None:
+        """Ends a model's name; its workers end with its last request. For admins."""
+        request = cluster_pb2.RemoveModelRequest(name=name)
+        await self._call(self._admin.RemoveModel, request, timeout)
 
     @shared
     async def tokenize(
@@ -226,14 +239,20 @@ class ClientCalls(Generic[StreamType]):
         return list((await self._call(self._admin.Recent, request, timeout)).requests)
 
     @shared
-    async def diagnose(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.Diagnosis:
-        """The cluster's bottleneck, and what to change."""
-        return await self._call(self._admin.Diagnose, cluster_pb2.DiagnoseRequest(), timeout)
+    async def diagnose(
+        self, *, model: str = "", timeout: Timeout = CALL_SECONDS
+    ) -> cluster_pb2.Diagnosis:
+        """The bottleneck of a model, or of the busiest, and what to change."""
+        request = cluster_pb2.DiagnoseRequest(model=model)
+        return await self._call(self._admin.Diagnose, request, timeout)
 
     @shared
-    async def trends(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.TrendsResponse:
-        """The last minutes, in steps of a few seconds."""
-        return await self._call(self._admin.Trends, cluster_pb2.TrendsRequest(), timeout)
+    async def trends(
+        self, *, model: str = "", timeout: Timeout = CALL_SECONDS
+    ) -> cluster_pb2.TrendsResponse:
+        """The last minutes of a model, or of the busiest, in steps of a few seconds."""
+        request = cluster_pb2.TrendsRequest(model=model)
+        return await self._call(self._admin.Trends, request, timeout)
 
     @shared
     async def embed(
@@ -294,10 +313,12 @@ class ClientCalls(Generic[StreamType]):
         prefill: int | None = None,
         decode: int | None = None,
         *,
+        model: str = "",
         timeout: Timeout = CALL_SECONDS,
     ) -> cluster_pb2.PoolsResponse:
-        """Sets the wanted number of workers (None: unchanged); `pools` reports the progress."""
-        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode)
+        """Sets the wanted number of a model's workers (None: unchanged); `pools` reports the
+        progress."""
+        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, model=model)
         return await self._call(self._admin.Scale, request, timeout)
 
     @shared
@@ -306,9 +327,12 @@ class ClientCalls(Generic[StreamType]):
         return await self._call(self._admin.Pools, cluster_pb2.PoolsRequest(), timeout)
 
     @shared
-    async def plan(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.PlanResponse:
-        """The planner's latest decisions, with reasons."""
-        return await self._call(self._admin.Plan, cluster_pb2.PlanRequest(), timeout)
+    async def plan(
+        self, *, model: str = "", timeout: Timeout = CALL_SECONDS
+    ) -> cluster_pb2.PlanResponse:
+        """The latest decisions of a model's planner, with reasons."""
+        request = cluster_pb2.PlanRequest(model=model)
+        return await self._call(self._admin.Plan, request, timeout)
 
     @shared
     async def switch_role(

@@ -8,7 +8,7 @@ import typer
 from typer import Argument
 
 from baton import Client
-from baton.cli.terminal import Address, AsJson, print_result
+from baton.cli.terminal import Address, AsJson, ModelName, print_result
 from baton.connection import DEFAULT_ADDRESS
 from baton.core.model_store import hub_name
 
@@ -21,13 +21,14 @@ def add(
     folder: str = Argument(
         help="A folder of PEFT or a hub's repository (ORG/NAME[@REVISION]), of adapter_folders."
     ),
+    model: ModelName = "",
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Serve an adapter from now on, or another one under its name."""
     place = folder if hub_name(folder) else str(Path(folder).absolute())
     with Client(address) as client:
-        digest = client.add_adapter(name, place).hex()
+        digest = client.add_adapter(name, place, model=model).hex()
     print_result({"name": name, "digest": digest}, f"{name} is served ({digest})", as_json)
 
 

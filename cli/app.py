@@ -16,6 +16,7 @@ from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
 from baton.cli.fleet_commands import drain, leave, plan, restart, role, scale, stop
 from baton.cli.load_test import bench
+from baton.cli.model_commands import add_model, list_models, remove_model
 from baton.cli.model_pull import model
 from baton.cli.monitor import diagnose, status, top, why
 from baton.cli.serve import serve
@@ -34,6 +35,9 @@ for command in (
     *(drain, restart, scale, role, plan, leave, certs, simulate),
 ):
     app.command()(command)
+model.command("add")(add_model)
+model.command("remove")(remove_model)
+model.command("list")(list_models)
 app.add_typer(model, name="model")
 app.add_typer(keys, name="keys")
 app.add_typer(cache, name="cache")

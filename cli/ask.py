@@ -21,6 +21,7 @@ from baton.request_builder import GenerateOptions
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
 
 SAMPLING = {
+    "model": option(str, "A model or an adapter by its name; needed where there are several."),
     "max_tokens": option(int, "Most tokens. (default: the model's, or what fits)", min=1),
     "temperature": option(float, "0 takes the likeliest token. (default: the model's, or 0)"),
     "top_k": option(int, "Sample from the k likeliest tokens.", min=0),
@@ -131,7 +132,9 @@ def _piped() -> TextIO:
 def _start(
     client: Client, prompt: str, raw: bool, system: str | None, wanted: GenerateOptions
 ) -> Stream:
-    if not raw and any(model.has_chat_template for model in client.models()):
+    asked = wanted.get("model")
+    models = [model for model in client.models() if asked in (None, model.name)]
+    if not raw and any(model.has_chat_template for model in models):
         opening = [] if system is None else [Message("system", system)]
         return client.stream_chat([*opening, Message("user", prompt)], **wanted)
     if system is not None:
@@ -167,7 +170,7 @@ def chat(system: System = None, *, address: Address = DEFAULT_ADDRESS, **options
         if not names:
             raise InvalidRequest("the model has no chat template; use `baton generate --raw`")
         if sys.stdin.isatty():
-            note(f"{names[0]} at {address}; /help for help, Ctrl-D to leave")
+            note(f"{options['model'] or names[0]} at {address}; /help for help, Ctrl-D to leave")
         Conversation(client, system or "", cast(GenerateOptions, options)).run()
 
 

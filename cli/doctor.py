@@ -107,7 +107,7 @@ def run_checks(config: Config) -> Iterator[Check]:
     device, found = check_device(config)
     yield found
     yield check_memory(config, device)
-    yield check_model(config)
+    yield from map(check_model, configs.served_configs(config))
     yield from check_ports(config)
     yield check_shared_memory()
     yield from check_transports(config, device)
@@ -118,6 +118,8 @@ def check_quality(config: Config) -> Iterator[Check]:
     from baton.engine.model_choice import choose_dtype
     from baton.engine.quality import measure
 
+    if config.models:
+        raise InvalidConfig("--quality compares one model; give a file without `models`")
     device, found = check_device(config)
     yield found
     quality = measure(
@@ -177,9 +179,9 @@ def check_device(config: Config) -> tuple[str, Check]:
 
 
 def check_memory(config: Config, device: str) -> Check:
-    """Whether the page pools of one worker of each role fit. Weights come on top."""
-    settled = settle(config, device)
-    wanted = settled.prefill.kv_memory + settled.decode.kv_memory
+    """Whether the page pools of one worker of each role and model fit. Weights come on top."""
+    settled = [settle(each, device) for each in configs.served_configs(config)]
+    wanted = sum(each.prefill.kv_memory + each.decode.kv_memory for each in settled)
     free = _free_bytes(device)
     finding = f"a pool of each role takes {_gib(wanted)}, and {_gib(free)} are free"
     if wanted < free:

@@ -24,6 +24,7 @@ from baton import Client, InvalidRequest, Unavailable
 from baton.cli.terminal import (
     Address,
     AsJson,
+    ModelName,
     RayAddress,
     Worker,
     note,
@@ -43,6 +44,7 @@ from baton.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 def scale(
     prefill: int | None = Option(None, min=1, help="Prefill workers. (default: unchanged)"),
     decode: int | None = Option(None, min=1, help="Decode workers. (default: unchanged)"),
+    model: ModelName = "",
     wait: bool = Option(True, help="Wait until the pools are as wanted."),
     timeout: float = Option(600.0, help="Seconds to wait."),
     as_json: bool = Option(
@@ -53,25 +55,30 @@ def scale(
     """Change the number of workers. Surplus workers finish their requests first."""
     if prefill is None and decode is None:
         raise typer.BadParameter("give a number of workers", param_hint="--prefill / --decode")
-    show = _Changes(as_json)
+    show = PoolChanges(as_json)
     with Client(address) as client:
-        pools = show(client.scale(prefill, decode))
+        pools = show(client.scale(prefill, decode, model=model))
         if wait:
-            pools = wait_for(lambda: show(client.pools()), _lack, timeout)
+            lack = lambda pools: lack_of_workers(pools.workers)  # noqa: E731
+            pools = wait_for(lambda: show(client.pools()), lack, timeout)
     if not as_json:
-        how = "are wanted" if _lack(pools) else "serve"
-        typer.echo(f"{pools.prefill} prefill and {pools.decode} decode workers {how}")
+        how = "are wanted" if lack_of_workers(pools.workers) else "serve"
+        own = next((each for each in pools.models if each.model == model), pools)
+        typer.echo(f"{own.prefill} prefill and {own.decode} decode workers {how}")
 
 
-class _Changes:
+class PoolChanges:
     """Prints what changes in the pools: a line for each worker, or everything as JSON."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool = False, *, quiet: bool = False) -> None:
         self._as_json = as_json
+        self._quiet = quiet
         self._seen: cluster_pb2.PoolsResponse | None = None
 
     def __call__(self, pools: cluster_pb2.PoolsResponse) -> cluster_pb2.PoolsResponse:
         before, self._seen = self._seen, pools
+        if self._quiet:
+            return pools
         if not self._as_json:
             self._note(_progress(before) if before else {}, _progress(pools))
         elif pools != before:
@@ -90,10 +97,10 @@ def _progress(pools: cluster_pb2.PoolsResponse) -> dict[str, str]:
     return {worker.worker_id: worker.error or worker.progress for worker in pools.workers}
 
 
-def _lack(pools: cluster_pb2.PoolsResponse) -> str:
+def lack_of_workers(workers: Iterable[cluster_pb2.PooledWorker]) -> str:
     late = [
         f"{worker.worker_id} ({worker.error or worker.progress})"
-        for worker in pools.workers
+        for worker in workers
         if not worker.ready
     ]
     return f"the pools are not yet as wanted: {', '.join(late)}" if late else ""
@@ -125,17 +132,19 @@ def role(
 
 
 def plan(
+    model: ModelName = "",
     limit: int = Option(10, min=1, help="Changes to show."),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Show the planner's latest decisions, with reasons."""
     with Client(address) as client:
-        planned = client.plan()
+        planned = client.plan(model=model)
         if as_json:
             print_json(planned)
             return
-        late = [worker for worker in client.pools().workers if not worker.ready]
+        workers = client.pools().workers
+        late = [each for each in workers if not each.ready and model in ("", each.model)]
     print_lines(_plan_lines(planned, late, limit, time.time()))
 
 
@@ -313,6 +322,8 @@ def is_back(workers: list[WorkerStatus], name: str, before: int) -> bool:
     if worker is None or worker.incarnation == before or not _is_usable(worker):
         return False
     # It must exchange pages with a worker that it fits. The first of a new version fits none.
+    model = worker.member.model
+    workers = [other for other in workers if other.member.model == model]
     others = [other for other in workers if other.member.role != worker.member.role]
     usable = {other.member.worker_id for other in others if _is_usable(other)}
     fitting = usable - {misfit.worker_id for misfit in worker.misfits}
@@ -324,9 +335,10 @@ def is_back(workers: list[WorkerStatus], name: str, before: int) -> bool:
 
 
 def _is_last(workers: Iterable[WorkerStatus], worker: WorkerStatus) -> bool:
-    """Whether no other worker of the same role is usable."""
+    """Whether no other worker of the same role and model is usable."""
     return not any(
         other.member.role == worker.member.role
+        and other.member.model == worker.member.model
         and other.member.worker_id != worker.member.worker_id
         and _is_usable(other)
         for other in workers

@@ -38,7 +38,7 @@ _NAME = Argument(
     " (default: the small model)",
 )
 
-model = typer.Typer(help="Fetch and find models.", no_args_is_help=True)
+model = typer.Typer(help="Fetch and find models, and serve further ones.", no_args_is_help=True)
 
 
 @model.command()

@@ -56,20 +56,21 @@ def _status(client: Client, timeout: float = CALL_SECONDS) -> RenderableType:
 def top(
     seconds: float = Option(1.0, min=0.2, metavar="SECONDS", help="Between two refreshes."),
     once: bool = Option(False, "--once", help="Print once and exit."),
+    model: str = Option("", help="Of several models, which. (default: the busiest)"),
     as_json: bool = Option(False, "--json", help="Print the data once, and exit."),
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Watch the cluster: pools, bottleneck, the last minutes, the latest requests."""
     with Client(address) as client:
         if as_json:
-            print_json(_overview(client)._asdict())
+            print_json(_overview(client, model)._asdict())
         elif once:
-            console().print(_overview(client).render(address))
+            console().print(_overview(client, model).render(address))
         else:
-            refresh(lambda: _overview(client).render(address), seconds, screen=True)
+            refresh(lambda: _overview(client, model).render(address), seconds, screen=True)
 
 
-def _overview(client: Client) -> Overview:
+def _overview(client: Client, model: str) -> Overview:
     from baton.cli.views import Overview
 
     timeout = _TOP_TIMEOUT_SECONDS
@@ -79,8 +80,8 @@ def _overview(client: Client) -> Overview:
         recent = []  # only admins see others' requests
     return Overview(
         client.status(timeout=timeout),
-        client.diagnose(timeout=timeout),
-        client.trends(timeout=timeout),
+        client.diagnose(model=model, timeout=timeout),
+        client.trends(model=model, timeout=timeout),
         recent,
     )
 
@@ -108,10 +109,14 @@ def why(
         typer.echo("no requests yet")
 
 
-def diagnose(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
+def diagnose(
+    model: str = Option("", help="Of several models, which. (default: the busiest)"),
+    as_json: AsJson = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
     """Name the cluster's bottleneck, with evidence and advice."""
     with Client(address) as client:
-        diagnosis = client.diagnose()
+        diagnosis = client.diagnose(model=model)
     if as_json:
         print_json(diagnosis)
     else:

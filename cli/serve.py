@@ -47,6 +47,8 @@ def _config_flags() -> dict[str, Any]:
         shown = key.default and not isinstance(key.default, bool)
         help_text = f"{key.meaning} (default: {key.default})" if shown else key.meaning
         kind = str if key.type is Size else key.type
+        if key.path == "model":
+            kind, help_text = list[str], f"{help_text} Several serve beside each other."
         flags[name] = option(kind, help_text, key.flag)
     return flags
 
@@ -84,7 +86,9 @@ def serve(
         )
     given = {flag: value for flag, value in flags.items() if value is not None}
     keys = {path: value for flag, value in given.items() for path in _PATHS[flag]}
-    loaded = configs.load(config, keys)
+    loaded = configs.load(config, _with_models(keys))
+    if adapter and loaded.models:
+        raise typer.BadParameter("of several models, give `adapters` in the file's `models`")
     if adapter:
         adapters = {**loaded.adapters, **dict(map(_named_path, adapter))}
         loaded = dataclasses.replace(loaded, adapters=adapters)
@@ -92,6 +96,24 @@ def serve(
     if not name:  # else they may be those of the running cluster
         preflight.check_ports(prepared.router)
     _Session(prepared, ray_address, detach, name, watch).serve()
+
+
+def _with_models(keys: dict[str, object]) -> dict[str, object]:
+    """The keys with one model, or with several by their names."""
+    given = keys.pop("model", None)
+    if not isinstance(given, list) or not given:
+        return keys
+    if len(given) == 1:
+        return {**keys, "model": given[0]}
+    names = [model_store.model_name(Config(model=each)) for each in given]
+    if len(set(names)) < len(names):
+        raise typer.BadParameter(
+            f"two models have the name {max(names, key=names.count)!r}; name them in a file's"
+            " `models`",
+            param_hint="--model",
+        )
+    models = {name: {"model": each} for name, each in zip(names, given, strict=True)}
+    return {**keys, "models": models}
 
 
 def _named_path(adapter: str) -> tuple[str, str]:
@@ -200,9 +222,11 @@ class _Session:
 
 def _instructions(router: Member, config: Config, log_folder: str) -> str:
     scheme = "https" if config.tls.folder else "http"
+    models = configs.served_configs(config)
+    notes = "".join(f"{_engine_note(each)}{_default_instructions(each)}" for each in models)
     return f"""
-Baton serves {model_store.model_name(config)}.
-{_engine_note(config)}{_default_instructions(config)}{_lock_instructions(config)}
+Baton serves {", ".join(map(model_store.model_name, models))}.
+{notes}{_lock_instructions(config)}
   ask          baton generate --address {router.address} "What is the capital of France?"
   chat         baton chat --address {router.address}
   look         baton status --address {router.address}

@@ -40,6 +40,9 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ModelName = Annotated[
+    str, typer.Option("--model", help="The model's name; needed where several are served.")
+]
 Worker = Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status` names it.")]
 RayAddress = Annotated[str, typer.Option(help="The Ray cluster.")]
 

@@ -68,7 +68,7 @@ def _priorities(status: cluster_pb2.StatusResponse) -> str:
 def status_table(status: cluster_pb2.StatusResponse, address: str) -> RenderableType:
     """A line for the router, a row for each worker, then faults. Fits 80 columns."""
     router = Text.assemble(
-        (status.model, "bold"),
+        (", ".join(each.name for each in status.models) or status.model, "bold"),
         f" by {status.router_id} at {address}, up {duration(status.uptime_seconds)},"
         f" {status.active_requests} active, {status.queued_requests} queued{_priorities(status)},"
         f" {status.finished_requests} finished",
@@ -77,7 +77,7 @@ def status_table(status: cluster_pb2.StatusResponse, address: str) -> Renderable
     numbers = ("waiting", "running", "active", "hits")
     table = grid("worker", "role", "attached", "pages", right=numbers)
     for worker in status.workers:
-        table.add_row(*_worker_cells(worker))
+        table.add_row(*_worker_cells(worker, named=len(status.models) > 1))
     legend = Text(" + ").join(
         Text.assemble((shade, colour), f" {name}") for name, shade, colour in _PAGES
     )
@@ -86,8 +86,10 @@ def status_table(status: cluster_pb2.StatusResponse, address: str) -> Renderable
     return Group(router, "", table, "", legend, *_faults(status), *_misfits(status))
 
 
-def _worker_cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
+def _worker_cells(worker: cluster_pb2.WorkerStatus, *, named: bool = False) -> list[RenderableType]:
+    """`named` with its model."""
     member = worker.member
+    model = f"\n{member.model}" if named else ""
     # Only admins get the address.
     address = f"\n{member.address}" if member.address else ""
     weights = f"\n{worker.quantization} weights" if worker.quantization else ""
@@ -98,7 +100,7 @@ def _worker_cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
     # The cached share of the prompt tokens that it was to prefill or to receive.
     hits = f"{worker.cached_tokens / worker.prompt_tokens:.0%}" if worker.prompt_tokens else "-"
     return [
-        Text.assemble(member.worker_id, (address + weights + pages, "dim")),
+        Text.assemble(member.worker_id, (model + address + weights + pages, "dim")),
         _ROLES.get(member.role, "?"),
         Text(*attached),
         _pages(worker),
@@ -239,7 +241,9 @@ def waterfall(request: timing_pb2.RequestTiming) -> RenderableType:
     colour = "green" if ended in ("stop", "length") else "yellow"
     first = f", first token after {time_text(request.ttft_seconds)}" if request.ttft_seconds else ""
     total = f", {time_text(request.end_to_end_seconds)} in all"
-    headline = Text.assemble((request.request_id, "bold"), " ", (ended, colour), first, total)
+    asked = (f"{request.model} " if request.model else "", "dim")
+    ending = (ended, colour)
+    headline = Text.assemble((request.request_id, "bold"), " ", asked, ending, first, total)
     return Group(headline, *(_answer(answer, len(request.answers)) for answer in request.answers))
 
 

@@ -114,6 +114,11 @@ class WorkerActors:
         actor.remote(configs.dump(config), Member(name, role, host))
 
 
+def make_actors(config: Config, gpus: float, *, joined: bool) -> WorkerActors:
+    """Of a model; of several, some may use no GPU."""
+    return WorkerActors(config, 0.0 if config.device == "cpu" else gpus, joined=joined)
+
+
 def drain(name: str) -> None:
     """Drains the worker of that name, for good."""
     if actor := find_actor(name):

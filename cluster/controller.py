@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import ray
 
 from baton.cluster import ray_session
-from baton.cluster.actors import WorkerActors, drain
+from baton.cluster.actors import WorkerActors, drain, make_actors
 from baton.cluster.fleet import CONTROLLER, DRAINING, EndedProcesses, Member, is_worker
 from baton.cluster.fleet_manager import LEARNING_SECONDS, FleetManager
+from baton.cluster.model_table import ModelTable
 from baton.cluster.planning import PlanRounds, run_planner
 from baton.cluster.preflight import gpus_of
 from baton.core import config as configs
+from baton.core.errors import Unavailable
 from baton.core.tls import Identity, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, Role
 from baton.core.wire import role_from, role_to
@@ -61,24 +64,73 @@ class Controller:
         config = configs.parse(tree)
         logging.basicConfig(level=config.log_level.upper())
         self._manager = FleetManager(config)
-        self._actors = WorkerActors(config, gpus, joined=joined)
+        self._models = ModelTable(config)
+        self._make_actors = functools.partial(make_actors, gpus=gpus, joined=joined)
         self._drain_seconds = config.drain_seconds + DRAIN_SECONDS
         self._tether = tether
         self._untethered = 0  # consecutive checks
         self._deadlines: dict[str, float] = {}  # of workers that drain
         self._ended = EndedProcesses()
-        on_gpus = gpus_of(config, Role.DECODE, gpus) > 0
-        rounds = PlanRounds(config, gpus=on_gpus) if config.planner.enabled else None
-        self._membership = MembershipService(rounds.report if rounds else lambda report: None)
+        self._gpus = gpus
+        self._rounds: dict[str, PlanRounds] = {}
+        self._planners: dict[str, asyncio.Task[None]] = {}
+        self._membership = MembershipService(self._note_report)
         self._adapters = ray_session.load_adapters()
-        control = ControlService(self._manager, rounds, self._name_adapter)
+        control = ControlService(self, self._manager, self._models)
         self._serve(control, ray_session.complete(address), node_identity(config))
         self._learning = asyncio.ensure_future(self._learn())
         self._reconciling = asyncio.ensure_future(self._reconcile_always())
         self._reconciling.add_done_callback(_end_process)
-        if rounds:
-            self._planner = asyncio.ensure_future(run_planner(rounds, self._manager))
-            self._planner.add_done_callback(_log_planner_end)
+        for model in self._models.served:
+            self._plan(model)
+
+    def _plan(self, model: str) -> None:
+        """Starts a model's planner, where it is to have one."""
+        config = self._models.config(model)
+        if config.planner.enabled:
+            on_gpus = gpus_of(config, Role.DECODE, self._gpus) > 0
+            rounds = self._rounds[model] = PlanRounds(config, gpus=on_gpus)
+            planner = asyncio.ensure_future(run_planner(rounds, self._manager, model))
+            planner.add_done_callback(_log_planner_end)
+            self._planners[model] = planner
+
+    def _note_report(self, report: pb.RouterReport) -> None:
+        self._models.report(report)
+        if rounds := self._rounds.get(report.model):
+            rounds.report(report)
+
+    def describe_plan(self, model: str) -> pb.PlanResponse:
+        rounds = self._rounds.get(model)
+        return rounds.describe() if rounds else pb.PlanResponse()
+
+    async def add_model(self, named: pb.NamedModel) -> None:
+        """Its name is saved before its workers are, which are saved before they are made."""
+        config = await self._models.add(named)
+        await self._manager.scale(
+            named.name, prefill=config.prefill.workers, decode=config.decode.workers
+        )
+        self._plan(named.name)
+        await self._publish()
+
+    async def remove_model(self, name: str) -> None:
+        await self._models.remove(name)
+        self._rounds.pop(name, None)
+        if planner := self._planners.pop(name, None):
+            planner.cancel()
+        await self._publish()
+
+    async def _end_removed(self) -> None:
+        """Ends the workers of removed models that no request needs any more."""
+        for name in self._models.leaving:
+            if self._manager.fleet.of_model(name):
+                if self._models.is_idle(name):
+                    await self._manager.retire_all(name)
+                continue
+            self._adapters = {
+                key: named for key, named in self._adapters.items() if named.model != name
+            }
+            await asyncio.to_thread(ray_session.save_adapters, self._adapters)
+            await self._models.forget(name)
 
     async def update(self, member: Member) -> None:
         """A process reports itself. A restarted one replaces its earlier self."""
@@ -104,7 +156,7 @@ class Controller:
             changed.clear()
             try:
                 await self._reconcile()
-            except ray.exceptions.RayError as error:
+            except (ray.exceptions.RayError, Unavailable) as error:
                 log.warning("Ray's head cannot be reached: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_SECONDS):
@@ -118,6 +170,7 @@ class Controller:
         if self._is_untethered(there):
             await self._end(workers)
         await manager.follow_members()
+        await self._end_removed()
         nodes = await asyncio.to_thread(ray.nodes)
         gone = {node["NodeID"] for node in nodes if not node["Alive"]}
         self._ended.note_lost_nodes(gone, manager.members.latest.values())
@@ -128,14 +181,18 @@ class Controller:
             await self._retire(name, name in workers)
         for name in workers - manager.fleet.workers.keys():
             await asyncio.to_thread(ray_session.kill_actor, name)
-        for name, role in manager.fleet.workers.items():
+        fleet = manager.fleet
+        for name, role in fleet.workers.items():
             if name not in workers:
-                await asyncio.to_thread(self._actors.make, name, role)
-        awaited = manager.fleet.workers.keys() - manager.members.latest.keys()
+                await asyncio.to_thread(self._actors(fleet.models[name]).make, name, role)
+        awaited = fleet.workers.keys() - manager.members.latest.keys()
         manager.waits = {
-            role: await asyncio.to_thread(self._actors.waits_for, role)
-            for role in {manager.fleet.workers[name] for name in awaited}
+            (model, role): await asyncio.to_thread(self._actors(model).waits_for, role)
+            for model, role in {(fleet.models[name], fleet.workers[name]) for name in awaited}
         }
+
+    def _actors(self, model: str) -> WorkerActors:
+        return self._make_actors(self._models.config(model))
 
     async def _retire(self, name: str, there: bool) -> None:
         """Drains a worker. One that does not serve, or takes too long, is ended."""
@@ -167,7 +224,12 @@ class Controller:
 
     async def _publish(self) -> None:
         serving = [
-            pb.Member(worker_id=each.worker_id, role=role_to(each.role), address=each.address)
+            pb.Member(
+                worker_id=each.worker_id,
+                role=role_to(each.role),
+                address=each.address,
+                model=self._manager.fleet.models.get(each.worker_id, ""),
+            )
             for each in self._manager.members.latest.values()
             if each.role and each.address
         ]
@@ -176,10 +238,11 @@ class Controller:
             ended_agents=self._ended.agents,
             verdicts=self._ended.verdicts,
             adapters=self._adapters.values(),
+            models=self._models.named,
         )
         await self._membership.publish(members)
 
-    async def _name_adapter(self, named: pb.NamedAdapter) -> None:
+    async def name_adapter(self, named: pb.NamedAdapter) -> None:
         """Saves the name before routers see it."""
         self._adapters[named.name] = named
         await asyncio.to_thread(ray_session.save_adapters, self._adapters)
@@ -204,8 +267,9 @@ def _end_process(task: asyncio.Task[None]) -> None:
 
 
 def _log_planner_end(task: asyncio.Task[None]) -> None:
-    """After an unforeseen error; the pools stay as they are."""
-    log.error("the planner has stopped", exc_info=task.exception())
+    """After an unforeseen error; the pools stay as they are. A removed model's is cancelled."""
+    if not task.cancelled():
+        log.error("the planner has stopped", exc_info=task.exception())
 
 
 class MembershipService(cluster_pb2_grpc.MembershipServicer):
@@ -238,19 +302,15 @@ class MembershipService(cluster_pb2_grpc.MembershipServicer):
 class ControlService(cluster_pb2_grpc.ControlServicer):
     """Operators' calls, passed on by routers."""
 
-    def __init__(
-        self,
-        manager: FleetManager,
-        rounds: PlanRounds | None,
-        name_adapter: Callable[[pb.NamedAdapter], Awaitable[None]],
-    ) -> None:
+    def __init__(self, controller: Controller, manager: FleetManager, models: ModelTable) -> None:
+        self._controller = controller
         self._manager = manager
-        self._rounds = rounds
-        self._name_adapter = name_adapter
+        self._models = models
 
     @unary
     async def Scale(self, message: pb.ScaleRequest) -> pb.PoolsResponse:
         await self._manager.scale(
+            self._models.check(message.model),
             prefill=message.prefill if message.HasField("prefill") else None,
             decode=message.decode if message.HasField("decode") else None,
         )
@@ -262,7 +322,7 @@ class ControlService(cluster_pb2_grpc.ControlServicer):
 
     @unary
     async def Plan(self, message: pb.PlanRequest) -> pb.PlanResponse:
-        return self._rounds.describe() if self._rounds else pb.PlanResponse()
+        return self._controller.describe_plan(self._models.check(message.model))
 
     @unary
     async def PermitSwitch(self, message: pb.SwitchRoleRequest) -> pb.PermitSwitchResponse:
@@ -271,8 +331,18 @@ class ControlService(cluster_pb2_grpc.ControlServicer):
 
     @unary
     async def NameAdapter(self, message: pb.NamedAdapter) -> pb.NameAdapterResponse:
-        await self._name_adapter(message)
+        await self._controller.name_adapter(message)
         return pb.NameAdapterResponse()
+
+    @unary
+    async def AddModel(self, message: pb.NamedModel) -> pb.AddModelResponse:
+        await self._controller.add_model(message)
+        return pb.AddModelResponse()
+
+    @unary
+    async def RemoveModel(self, message: pb.RemoveModelRequest) -> pb.RemoveModelResponse:
+        await self._controller.remove_model(message.name)
+        return pb.RemoveModelResponse()
 
     def _pools(self) -> pb.PoolsResponse:
         fleet = self._manager.fleet
@@ -288,7 +358,17 @@ class ControlService(cluster_pb2_grpc.ControlServicer):
                     ready=bool(members[name].address) and name not in fleet.retiring,
                     retiring=name in fleet.retiring,
                     error=members[name].error,
+                    model=fleet.models[name],
                 )
                 for name, role in fleet.workers.items()
+            ],
+            models=[
+                pb.ModelPools(
+                    model=name,
+                    prefill=fleet.wanted_of(name).prefill,
+                    decode=fleet.wanted_of(name).decode,
+                    removed=name in self._models.leaving,
+                )
+                for name in (*self._models.served, *self._models.leaving)
             ],
         )

@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from baton.core.types import Role
 from baton.planner.sizing import NONE, Pools, other
@@ -49,27 +49,43 @@ class Fleet:
     workers: Mapping[str, Role]
     retiring: frozenset[str] = frozenset()  # workers that drain and are no longer wanted
     named: Pools = NONE  # names given so far, of each role
+    models: Mapping[str, str] = field(default_factory=dict)  # the model of each worker
 
     @classmethod
-    def of(cls, wanted: Pools) -> Fleet:
-        return cls({}).scaled(wanted)
+    def of(cls, wanted: Pools, model: str = "") -> Fleet:
+        return cls({}).scaled(wanted, model=model)
 
     @property
     def wanted(self) -> Pools:
-        count = Counter(role for name, role in self.workers.items() if name not in self.retiring)
+        """Of all models."""
+        return self._count(self.workers)
+
+    def wanted_of(self, model: str) -> Pools:
+        return self._count(self.of_model(model))
+
+    def of_model(self, model: str) -> list[str]:
+        return [name for name in self.workers if self.models[name] == model]
+
+    def _count(self, names: Iterable[str]) -> Pools:
+        count = Counter(self.workers[name] for name in names if name not in self.retiring)
         return Pools(count[Role.PREFILL], count[Role.DECODE])
 
-    def scaled(self, wanted: Pools, spare: Sequence[str] = ()) -> Fleet:
-        """With `wanted` workers. Where there are too many, the first in `spare` retire."""
-        fleet = self
+    def scaled(self, wanted: Pools, spare: Sequence[str] = (), model: str = "") -> Fleet:
+        """With `wanted` workers of a model. Where there are too many, the first in `spare`
+        retire."""
+        fleet, now = self, self.wanted_of(model)
         for role in (Role.PREFILL, Role.DECODE):
-            fleet = fleet._grown(role, wanted.of(role) - fleet.wanted.of(role))
-            fleet = fleet._shrunk(role, fleet.wanted.of(role) - wanted.of(role), spare)
+            fleet = fleet._grown(role, wanted.of(role) - now.of(role), model)
+            fleet = fleet._shrunk(role, now.of(role) - wanted.of(role), spare, model)
         return fleet
 
     def switched(self, name: str, role: Role) -> Fleet:
         """The worker has switched its role."""
         return replace(self, workers={**self.workers, name: role})
+
+    def of_models(self, first: str) -> Fleet:
+        """With the workers that name no model given to the first."""
+        return replace(self, models={name: each or first for name, each in self.models.items()})
 
     def retired(self, name: str) -> Fleet:
         """The worker drains and is no longer wanted."""
@@ -78,16 +94,19 @@ class Fleet:
     def without(self, name: str) -> Fleet:
         """The worker has ended, and must not come back."""
         workers = {other: role for other, role in self.workers.items() if other != name}
-        return replace(self, workers=workers, retiring=self.retiring - {name})
+        models = {other: model for other, model in self.models.items() if other != name}
+        return replace(self, workers=workers, retiring=self.retiring - {name}, models=models)
 
-    def _grown(self, role: Role, count: int) -> Fleet:
+    def _grown(self, role: Role, count: int, model: str) -> Fleet:
         first = self.named.of(role)
         new = {f"{role.value}-{index}": role for index in range(first, first + count)}
         named = self.named.with_more(role, len(new))
-        return replace(self, workers={**self.workers, **new}, named=named)
+        models = {**self.models, **dict.fromkeys(new, model)}
+        return replace(self, workers={**self.workers, **new}, named=named, models=models)
 
-    def _shrunk(self, role: Role, count: int, spare: Sequence[str]) -> Fleet:
-        able = [name for name in spare if self.workers.get(name) is role]
+    def _shrunk(self, role: Role, count: int, spare: Sequence[str], model: str) -> Fleet:
+        own = set(self.of_model(model))
+        able = [name for name in spare if name in own and self.workers[name] is role]
         going = [name for name in able if name not in self.retiring][: max(0, count)]
         return replace(self, retiring=self.retiring.union(going))
 
@@ -100,7 +119,9 @@ def dump(fleet: Fleet) -> str:
 def parse(text: str | bytes) -> Fleet:
     tree = json.loads(text)
     workers = {name: Role(role) for name, role in tree["workers"].items()}
-    return Fleet(workers, frozenset(tree["retiring"]), Pools(*tree["named"]))
+    # Versions before those of several models name none.
+    models = tree.get("models") or dict.fromkeys(workers, "")
+    return Fleet(workers, frozenset(tree["retiring"]), Pools(*tree["named"]), models)
 
 
 class RoleSwitches:
@@ -132,10 +153,10 @@ class RoleSwitches:
         }
         return set(self._pending)
 
-    def expected(self, fleet: Fleet) -> Pools:
-        """The wanted workers of each pool, with pending switches counted as done."""
-        wanted = fleet.wanted
-        for name in self.names(fleet) - fleet.retiring:
+    def expected(self, fleet: Fleet, model: str = "") -> Pools:
+        """The wanted workers of each pool of a model, with pending switches counted as done."""
+        wanted = fleet.wanted_of(model)
+        for name in (self.names(fleet) - fleet.retiring) & set(fleet.of_model(model)):
             role, _ = self._pending[name]
             wanted = wanted.with_more(role, 1).with_more(other(role), -1)
         return wanted

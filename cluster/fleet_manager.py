@@ -18,10 +18,11 @@ import ray
 
 from baton.cluster import ray_session
 from baton.cluster.fleet import DRAINED, DRAINING, Fleet, Member, MemberTable, RoleSwitches
-from baton.core.config import Config
+from baton.core import model_store
+from baton.core.config import Config, served_configs
 from baton.core.errors import InvalidRequest, RoleRefused, Unavailable
 from baton.core.types import Role
-from baton.planner.sizing import Pools, other
+from baton.planner.sizing import NONE, Pools, other
 
 REMEMBERED_WORKERS = 256
 """Drained workers that operators are shown."""
@@ -44,9 +45,11 @@ class FleetManager:
         self._drained: deque[Member] = deque(maxlen=REMEMBERED_WORKERS)
         self._changing = asyncio.Lock()
         self.changed = asyncio.Event()  # set after each change, and when a worker drains
-        self.fleet = ray_session.load_fleet()
+        first = model_store.model_name(served_configs(config)[0])
+        self.fleet = ray_session.load_fleet().of_models(first)
         self.members = MemberTable()
-        self.waits: dict[Role, str] = {}  # what workers without a process wait for
+        # What workers of a model and a role that have no process wait for.
+        self.waits: dict[tuple[str, Role], str] = {}
 
     @property
     def has_learned(self) -> bool:
@@ -59,23 +62,31 @@ class FleetManager:
 
     def all_members(self) -> list[Member]:
         """Members, workers that have not reported yet, and workers that drained lately."""
+        models, waits = self.fleet.models, self.waits
         awaited = [
-            Member(name, role, host="", progress=self.waits.get(role, "starting"))
+            Member(name, role, host="", progress=waits.get((models[name], role), "starting"))
             for name, role in self.fleet.workers.items()
             if name not in self.members.latest
         ]
         return [*self.members.current, *awaited, *self._drained]
 
-    async def scale(self, *, prefill: int | None = None, decode: int | None = None) -> None:
-        """Changes the number of workers; None leaves a pool as it is. Surplus workers drain.
-        Returns when the change is saved."""
+    async def scale(
+        self, model: str, *, prefill: int | None = None, decode: int | None = None
+    ) -> None:
+        """Changes the number of a model's workers; None leaves a pool as it is. Surplus workers
+        drain. Returns when the change is saved."""
         try:
-            await self.change(lambda fleet: self._scaled(fleet, prefill, decode))
+            await self.change(lambda fleet: self._scaled(fleet, model, prefill, decode))
         except ray.exceptions.RayError as error:
             raise Unavailable(f"Ray's head cannot be reached: {error}") from error
 
-    def _scaled(self, fleet: Fleet, prefill: int | None, decode: int | None) -> Fleet:
-        now = fleet.wanted
+    async def retire_all(self, model: str) -> None:
+        """All workers of a model drain."""
+        if self.fleet.wanted_of(model).total:
+            await self.change(lambda fleet: fleet.scaled(NONE, self._spare(), model))
+
+    def _scaled(self, fleet: Fleet, model: str, prefill: int | None, decode: int | None) -> Fleet:
+        now = fleet.wanted_of(model)
         wanted = Pools(
             now.prefill if prefill is None else prefill, now.decode if decode is None else decode
         )
@@ -86,11 +97,11 @@ class FleetManager:
                     f"{wanted.of(role)} {role} workers: the limits are 1 and {MAX_WORKERS}",
                     field=role.value,
                 )
-        switching = self._switches.names(fleet)
+        switching = self._switches.names(fleet) & set(fleet.of_model(model))
         if switching and now.beyond(wanted).total:
             names = ", ".join(sorted(switching))
             raise Unavailable(f"{names} may still switch roles: no worker can be drained now")
-        return fleet.scaled(wanted, self._spare())
+        return fleet.scaled(wanted, self._spare(), model)
 
     def permit_switch(self, name: str, role: Role) -> None:
         """Permits a worker's role switch, and counts it in its new pool from now on; raises when
@@ -99,7 +110,8 @@ class FleetManager:
             raise Unavailable("the controller has just started: try again in some seconds")
         # Local prefill replaces the last prefill worker.
         replaced = role is Role.DECODE and self._does_without_prefill
-        if not replaced and not set(self.serving(other(role))) - {name}:
+        model = self.fleet.models.get(name, "")
+        if not replaced and not set(self.serving(other(role), model)) - {name}:
             raise RoleRefused(
                 f"{name} is the last {other(role).value} worker that serves and keeps its role;"
                 " without it no request could be served"
@@ -110,19 +122,21 @@ class FleetManager:
     def is_switching(self) -> bool:
         return bool(self._switches.names(self.fleet))
 
-    @property
-    def expected(self) -> Pools:
-        """Workers that serve or start, with pending role switches counted as done."""
-        return self._switches.expected(self.fleet)
+    def expected(self, model: str) -> Pools:
+        """Workers of a model that serve or start, with pending role switches counted as done."""
+        return self._switches.expected(self.fleet, model)
 
-    def serving(self, role: Role) -> list[str]:
-        """Workers of a role that serve and stay in it, the least busy first."""
+    def serving(self, role: Role, model: str) -> list[str]:
+        """Workers of a role and a model that serve and stay in it, the least busy first."""
         fleet = self.fleet
         going = fleet.retiring | self._switches.names(fleet)
         return [
             name
             for name in self._spare()
-            if fleet.workers[name] is role and name not in going and self.members.serves(name)
+            if fleet.workers[name] is role
+            and fleet.models[name] == model
+            and name not in going
+            and self.members.serves(name)
         ]
 
     def _spare(self) -> list[str]:

@@ -30,14 +30,15 @@ from typing import Any
 import ray
 
 from baton.cluster import ray_session
-from baton.cluster.actors import CONCURRENCY, RouterActor, WorkerActors
+from baton.cluster.actors import CONCURRENCY, RouterActor, make_actors
 from baton.cluster.controller import Controller
 from baton.cluster.fleet import CONTROLLER, ROUTER, Fleet, Member, router_name
 from baton.cluster.preflight import check_ports, free_port, gpus_per_rank, numbered, take_port
 from baton.cluster.ray_session import PREFIX, StartRecord, find_actor
 from baton.cluster.stopping import stop_cluster
 from baton.core import config as configs
-from baton.core.config import Config, RouterConfig
+from baton.core import model_store
+from baton.core.config import Config, RouterConfig, served_configs
 from baton.core.errors import DeadlineExceeded, InvalidConfig, Unavailable
 from baton.planner.sizing import Pools
 from baton.worker import resources
@@ -96,14 +97,17 @@ class Cluster:
     def _make_everything(self) -> None:
         check_ports(self._config.router)
         total = float(ray.cluster_resources().get("GPU", 0))  # of all present nodes
-        gpus = gpus_per_rank(self._config, total, joined=bool(self._ray_address))
-        fleet = Fleet.of(Pools(self._config.prefill.workers, self._config.decode.workers))
+        joined = bool(self._ray_address)
+        models = {model_store.model_name(each): each for each in served_configs(self._config)}
+        gpus = gpus_per_rank(list(models.values()), total, joined=joined)
+        fleet = Fleet({})
+        for model, config in models.items():
+            fleet = fleet.scaled(_pools(config), model=model)
         ray_session.save_fleet(fleet)
         address = self._make_controller(gpus)
         # The controller would make them too, but only once its process runs.
-        actors = WorkerActors(self._config, gpus, joined=bool(self._ray_address))
         for name, role in fleet.workers.items():
-            actors.make(name, role)
+            make_actors(models[fleet.models[name]], gpus, joined=joined).make(name, role)
         for index in range(self._config.router.count):
             self._routers.append(self._make_router(index, address))
 
@@ -151,12 +155,13 @@ class Cluster:
             self.log_folder = ray_session.join(self._ray_address, self.name)
         else:
             os.environ.update(self._share_gpus())
-            workers = self._config.prefill.workers + self._config.decode.workers
+            workers = sum(_pools(each).total for each in served_configs(self._config))
             self.log_folder = ray_session.start(self.name, processes=workers + 2)
 
     def _share_gpus(self) -> dict[str, str]:
         """The environment that lets processes share a GPU."""
-        if self._config.prefill.gpu_share == 1 or self._config.device == "cpu":
+        models = served_configs(self._config)
+        if all(each.prefill.gpu_share == 1 or each.device == "cpu" for each in models):
             return {}
         folder = self._services.enter_context(tempfile.TemporaryDirectory())
         return self._services.enter_context(resources.mps_service(Path(folder)))
@@ -221,6 +226,10 @@ class Cluster:
                 f"{member.worker_id} was killed while it started; is there enough memory?"
                 f" Logs are in {self.log_folder}"
             )
+
+
+def _pools(config: Config) -> Pools:
+    return Pools(config.prefill.workers, config.decode.workers)
 
 
 def routers(members: list[Member]) -> list[Member]:

@@ -147,8 +147,8 @@ def _costs(reports: list[pb.RouterReport]) -> Costs:
     return Costs(step=tuple(busiest.step_costs))
 
 
-async def run_planner(rounds: PlanRounds, manager: FleetManager) -> None:
-    """Ends rounds and acts on their decisions.
+async def run_planner(rounds: PlanRounds, manager: FleetManager, model: str) -> None:
+    """Ends a model's rounds and acts on their decisions.
 
     A worker that switches its role counts in its new pool from the moment it is told. New workers
     become actors at once: an actor that waits for a place is what Ray's autoscaler adds nodes
@@ -156,26 +156,27 @@ async def run_planner(rounds: PlanRounds, manager: FleetManager) -> None:
     """
     while True:
         await asyncio.sleep(rounds.round_seconds)
-        decision = rounds.end(manager.expected, time.monotonic())
+        decision = rounds.end(manager.expected(model), time.monotonic())
         if not decision.changes or not rounds.acts:
             continue
         try:
-            await _act(decision, manager)
+            await _act(decision, manager, model)
         except (BatonError, ray.exceptions.RayError) as error:
             log.warning("the plan could not be carried out: %s", error)
 
 
-async def _act(decision: Decision, manager: FleetManager) -> None:
+async def _act(decision: Decision, manager: FleetManager, model: str) -> None:
     if switch := decision.switch:
         # The least busy workers.
-        for name in manager.serving(other(switch.to))[: switch.count]:
+        for name in manager.serving(other(switch.to), model)[: switch.count]:
             manager.permit_switch(name, switch.to)
             await asyncio.to_thread(switch_role, name, switch.to)
     # The fleet counts switching workers in their old pool: none may be drained there.
     drain = NONE if manager.is_switching else decision.drain
     if decision.add != NONE or drain != NONE:
-        wanted, add = manager.fleet.wanted, decision.add
+        wanted, add = manager.fleet.wanted_of(model), decision.add
         await manager.scale(
+            model,
             prefill=wanted.prefill + add.prefill - drain.prefill,
             decode=wanted.decode + add.decode - drain.decode,
         )

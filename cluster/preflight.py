@@ -8,7 +8,8 @@ import math
 import os
 import random
 import socket
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -52,10 +53,35 @@ _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def prepare(config: Config, *, workers_here: bool = True) -> Config:
-    """Returns `config` with its model resolved, so that all processes load the same; raises if a
-    cluster could not serve it. With `workers_here`, the weights are on this machine then."""
+    """Returns `config` with its models resolved, so that all processes load the same; raises if a
+    cluster could not serve them. With `workers_here`, the weights are on this machine then."""
     check_router(config)
     node_identity(config)
+    if not config.models:
+        return _prepare_model(config, workers_here)
+    ready = [_prepare_model(each, workers_here) for each in configs.served_configs(config)]
+    _check_names(ready)
+    resolved = {
+        each.model_name: {
+            **config.models[each.model_name],
+            "model": each.model,
+            "adapters": dict(each.adapters),
+        }
+        for each in ready
+    }
+    embedding = ready[0].embedding_model
+    return dataclasses.replace(config, models=resolved, embedding_model=embedding)
+
+
+def _check_names(models: list[Config]) -> None:
+    """No two models, adapters or a model and an adapter may share a name."""
+    names = Counter(name for each in models for name in (each.model_name, *each.adapters))
+    (name, count), *_ = names.most_common(1)
+    if count > 1:
+        raise InvalidConfig(f"{count} models or adapters are called {name!r}", field="models")
+
+
+def _prepare_model(config: Config, workers_here: bool) -> Config:
     config = dataclasses.replace(
         config,
         model=model_store.resolve(config.model),
@@ -146,24 +172,29 @@ def _check_planner(config: Config) -> None:
         )
 
 
-def gpus_per_rank(config: Config, total: float, *, joined: bool) -> float:
+def gpus_per_rank(models: Sequence[Config], total: float, *, joined: bool) -> float:
     """GPUs of each process of a worker: one, or an equal share where there are fewer.
 
     Raises InvalidConfig when a Ray of our own, which does not grow, has too few.
     """
-    named = joined and config.prefill.gpus and config.decode.gpus
-    if config.device == "cuda" and not total and not named:
-        raise InvalidConfig(
-            "device is cuda, but Ray sees no GPU; where it adds nodes that have some, say how many"
-            " each worker wants (prefill.gpus, decode.gpus)",
-            field="device",
-        )
-    if config.device == "cpu":
+    for config in models:
+        named = joined and config.prefill.gpus and config.decode.gpus
+        if config.device == "cuda" and not total and not named:
+            raise InvalidConfig(
+                "device is cuda, but Ray sees no GPU; where it adds nodes that have some, say how"
+                " many each worker wants (prefill.gpus, decode.gpus)",
+                field="device",
+            )
+    on_gpus = [(config, role) for config in models if config.device != "cpu" for role in Role]
+    if not on_gpus:
         return 0.0
-    ranks = sum(pool.workers * pool.tensor_parallel for pool in (config.prefill, config.decode))
+    pools = [config.pool(role) for config, role in on_gpus]
+    ranks = sum(pool.workers * pool.tensor_parallel for pool in pools)
     # The same number on each GPU: shares that sum up to all GPUs might fit on none.
     share = 1 / math.ceil(ranks / total) if total else 0.0
-    wanted = sum(config.pool(role).workers * gpus_of(config, role, share) for role in Role)
+    wanted = sum(
+        config.pool(role).workers * gpus_of(config, role, share) for config, role in on_gpus
+    )
     if wanted > total + _ROUNDING and not joined:
         raise InvalidConfig(
             f"the workers want {wanted:g} GPUs, and there are {total:g}; fewer workers, or a"

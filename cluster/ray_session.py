@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ PREFIX = "baton-"
 # Nothing of ours goes through Ray's object store; this is its minimum.
 _OBJECT_STORE_BYTES = 80 * 2**20
 _QUIET = {"log_to_driver": False, "configure_logging": False}
-_FLEET, _START, _ADAPTERS = "fleet", "start", "adapters"  # keys in the store
+# Keys in the store.
+_FLEET, _START, _ADAPTERS, _MODELS = "fleet", "start", "adapters", "models"
 
 
 def join(address: str, namespace: str) -> str:
@@ -136,6 +137,16 @@ def load_adapters() -> dict[str, pb.NamedAdapter]:
     return {named.name: named for named in pb.Members.FromString(held or b"").adapters}
 
 
+def save_models(models: Sequence[tuple[str, str, bool]]) -> None:
+    internal_kv._internal_kv_put(_MODELS, json.dumps(models), namespace=_namespace())
+
+
+def load_models() -> list[tuple[str, str, bool]]:
+    """Each with its name, its keys, and whether it was removed; none before any has changed."""
+    held = internal_kv._internal_kv_get(_MODELS, namespace=_namespace())
+    return [tuple(each) for each in json.loads(held)] if held else []
+
+
 def save_start(start: StartRecord) -> None:
     text = json.dumps([start.tree, start.controller])
     internal_kv._internal_kv_put(_START, text, namespace=_namespace())
@@ -147,7 +158,7 @@ def load_start() -> StartRecord | None:
 
 
 def clear_store() -> None:
-    for key in (_FLEET, _START, _ADAPTERS):
+    for key in (_FLEET, _START, _ADAPTERS, _MODELS):
         internal_kv._internal_kv_del(key, namespace=_namespace())
 
 

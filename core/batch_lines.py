@@ -31,6 +31,12 @@ class BatchLine:
     endpoint: str
     body: dict[str, object]
 
+    @property
+    def model(self) -> str:
+        """The name of its model; empty without one."""
+        name = self.body.get("model")
+        return name if isinstance(name, str) else ""
+
     @classmethod
     def parse(cls, text: bytes) -> BatchLine:
         """Raises InvalidRequest with the wrong field."""

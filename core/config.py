@@ -13,11 +13,11 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from baton.core.config_values import (
+    NAME_RULE,
     Bytes,
-    Niceness,
     NonNegativeFloat,
     NonNegativeInt,
     Port,
@@ -26,11 +26,16 @@ from baton.core.config_values import (
     Share,
     ShareOrNone,
     build,
+    is_name,
     key,
     read_yaml,
     set_dotted,
 )
 from baton.core.config_values import Size as Size
+from baton.core.errors import InvalidConfig
+from baton.core.pool_config import DecodeConfig as DecodeConfig
+from baton.core.pool_config import PoolConfig as PoolConfig
+from baton.core.pool_config import PrefillConfig as PrefillConfig
 from baton.core.router_config import RouterConfig as RouterConfig
 from baton.core.storage_config import BatchesConfig as BatchesConfig
 from baton.core.storage_config import CacheConfig as CacheConfig
@@ -39,81 +44,17 @@ from baton.core.types import Role
 GPU_MEMORY = 0.9
 """The share of its GPU's memory that a worker uses by default."""
 
-_RAY_COUNTS = {"CPU", "GPU", "memory", "object_store_memory"}
-_Resources = Annotated[
-    Mapping[str, float],
-    (
-        lambda value: not value.keys() & _RAY_COUNTS and all(n >= 1e-4 for n in value.values()),
-        "must have 0.0001 or more of each name, and not CPU, GPU or memory, which Ray counts"
-        " itself (GPUs are in `gpus`)",
-    ),
-]
+_OF_ONE_MODEL = ("model", "model_name", "adapters", "members")
+"""What models do not share."""
 
+_CLUSTER_KEYS = frozenset(
+    {"models", "model_name", "embedding_model", "drain_seconds", "insecure", "log_level"}
+    | {"tls", "cache", "batches", "controller"}
+)
+"""What no model may have of its own, beside keys of the routers."""
 
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """What both pools have."""
-
-    workers: PositiveInt = key(1, "Workers.")
-    host: str = key("127.0.0.1", "Where workers listen.")
-    port: Port = key(0, "0 chooses a free port; processes started one by one need a fixed one.")
-    kv_memory: Bytes = key(
-        Size(0),
-        'K/V memory of each worker, such as "2GiB"; 0 chooses by device: 1 GiB, or on a GPU all'
-        " that `gpu_memory` leaves.",
-        "--kv-memory",
-    )
-    threads: PositiveInt | None = key(None, "CPU threads of one worker; unset uses all cores.")
-    gpus: float | None = key(
-        None, "GPUs of one worker; unset uses one for each of its processes if the cluster has any."
-    )
-    resources: _Resources = key(
-        dict, "Resources of a Ray node that one worker needs, such as {baton_prefill: 1}."
-    )
-    tensor_parallel: PositiveInt = key(
-        1,
-        "Processes that share the model in each worker; on GPUs each has its own GPU of one node.",
-        "--tensor-parallel",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillConfig(PoolConfig):
-    """The prefill pool."""
-
-    workers: PositiveInt = key(1, "Prefill workers.", "--prefill")
-    chunk_tokens: NonNegativeInt = key(
-        0,
-        "Prompt tokens in one step; 0 chooses by device: 512, or 8,192 on a GPU.",
-        "--chunk-tokens",
-    )
-    gpu_share: Share = key(
-        1.0,
-        "Share of a GPU's multiprocessors that one worker uses. Below 1 where both pools share a"
-        " GPU: the rest stays free for decode (docs/PERFORMANCE.md).",
-        "--gpu-share",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig(PoolConfig):
-    """The decode pool."""
-
-    workers: PositiveInt = key(1, "Decode workers.", "--decode")
-    max_batch: NonNegativeInt = key(
-        0, "Requests in one step; 0 chooses by device: 64, or 256 on a GPU.", "--max-batch"
-    )
-    chunk_tokens: NonNegativeInt = key(
-        0,
-        "Prompt tokens in one step (local prefill, and requests that lost their pages); 0 chooses"
-        " by device: 256, or 2,048 on a GPU.",
-    )
-    nice: Niceness = key(
-        19,
-        "On a CPU: niceness of decode's threads. Where both pools share cores, prefill then runs at"
-        " full speed, and decode in larger batches.",
-    )
-    ticket_seconds: PositiveFloat = key(600.0, "Seconds that reserved pages wait for a prompt.")
+_MODEL_ROUTER_KEYS = frozenset({"tool_format", "reasoning", "generation_config"})
+"""What a model may have of its own of the routers' keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +111,12 @@ class Config:
     )
     model_name: str = key(
         "", "The model's name for clients; empty uses its id, folder or file.", "--model-name"
+    )
+    models: Mapping[str, Mapping[str, object]] = key(
+        dict,
+        "Several models by their names for clients, instead of `model`: {a: {model: org/a}, b:"
+        " {model: org/b, quantization: int8, decode: {workers: 2}}}. Each has workers of its own,"
+        " and keys that override those above it (docs/OPERATIONS.md, Several models).",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "float32, bfloat16 or float16; auto chooses by device.", "--dtype"
@@ -322,7 +269,58 @@ def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Co
 
 def parse(tree: Mapping[str, object]) -> Config:
     """The configuration of a parsed YAML document."""
-    return typing.cast(Config, build(Config, tree))
+    config = typing.cast(Config, build(Config, tree))
+    served_configs(config)
+    return config
+
+
+def served_configs(config: Config) -> list[Config]:
+    """One for each model, which has that model alone."""
+    if not config.models:
+        return [config]
+    for name in _OF_ONE_MODEL:
+        if getattr(config, name) != getattr(Config(), name):
+            raise InvalidConfig(f"with `models`, {name} is a key of each model", field=name)
+    return [model_config(config, name, tree) for name, tree in config.models.items()]
+
+
+def model_config(config: Config, name: str, tree: Mapping[str, object]) -> Config:
+    """The configuration of a model beside those of `config`, whose keys it has unless its own
+    `tree` overrides them."""
+    if not is_name(name):
+        raise InvalidConfig(f"a model's name has {NAME_RULE}, unlike {name!r}", field="models")
+    merged = dump(dataclasses.replace(config, models={}))
+    for alone in _OF_ONE_MODEL:
+        del merged[alone]
+    for key_name, value in tree.items():
+        _check_model_key(f"models.{name}", key_name, value)
+        base = merged.get(key_name)
+        # Names and values, such as those of adapters, are no section.
+        section = isinstance(base, dict) and isinstance(value, Mapping)
+        merged[key_name] = {**base, **value} if section else value  # type: ignore[dict-item]
+    if "model" not in tree:
+        raise InvalidConfig(f"models.{name} must have the key model", field=f"models.{name}")
+    try:
+        return typing.cast(Config, build(Config, {**merged, "model_name": name}))
+    except InvalidConfig as error:
+        raise InvalidConfig(
+            f"models.{name}: {error.message}", field=f"models.{name}.{error.field}"
+        ) from None
+
+
+def own_keys(config: Config, model: Config) -> str:
+    """The keys of one of `served_configs`, as JSON; empty where there are no others."""
+    tree = config.models.get(model.model_name)
+    return json.dumps(tree) if tree else ""
+
+
+def _check_model_key(path: str, name: str, value: object) -> None:
+    if name in _CLUSTER_KEYS:
+        shared = ", ".join(sorted(_CLUSTER_KEYS))
+        raise InvalidConfig(f"{path}.{name} is no key of one model, as {shared}", field=path)
+    if name == "router" and isinstance(value, Mapping) and not value.keys() <= _MODEL_ROUTER_KEYS:
+        own = ", ".join(sorted(_MODEL_ROUTER_KEYS))
+        raise InvalidConfig(f"{path}.router may have {own}, and nothing else", field=path)
 
 
 def dump(config: Config) -> dict[str, object]:

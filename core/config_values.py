@@ -19,6 +19,10 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
+_NAME = re.compile(r"[\w.@:+-]+(/[\w.@:+-]+)*")
+_NAME_LENGTH = 128
+NAME_RULE = f"letters, digits, and . _ - / @ : +, at most {_NAME_LENGTH}"
+
 Check = tuple[Callable[[typing.Any], bool], str]
 """Whether a value is allowed, and what it must be."""
 
@@ -55,6 +59,11 @@ Origins = Annotated[
         'must have origins such as "https://chat.example.com" (no path), or "*"',
     ),
 ]
+
+
+def is_name(name: str) -> bool:
+    """Whether clients may call a model or an adapter so."""
+    return len(name) <= _NAME_LENGTH and _NAME.fullmatch(name) is not None
 
 
 def key(default: object, meaning: str, flag: str = "") -> typing.Any:
@@ -155,10 +164,22 @@ def _convert(hint: typing.Any, value: object, path: str) -> object:
     if origin is Mapping:
         if isinstance(value, Mapping):
             kind = arguments[1]
+            if typing.get_origin(kind) is Mapping:
+                return {str(name): _tree(each, f"{path}.{name}") for name, each in value.items()}
             return {str(name): _scalar(kind, n, f"{path}.{name}") for name, n in value.items()}
-        values = "numbers" if arguments[1] is float else "strings"
+        values = _VALUE_NAMES.get(arguments[1], "keys and values of each")
         raise InvalidConfig(f"{path} must hold names and {values}, not {value!r}", field=path)
     return _scalar(hint, value, path)
+
+
+_VALUE_NAMES = {float: "numbers", str: "strings"}
+
+
+def _tree(value: object, path: str) -> dict[str, object]:
+    """A part of a document that is checked where it is used."""
+    if not isinstance(value, Mapping):
+        raise InvalidConfig(f"{path} must hold keys and values", field=path)
+    return {str(name): each for name, each in value.items()}
 
 
 def _scalar(hint: type, value: object, path: str) -> object:

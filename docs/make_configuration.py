@@ -21,6 +21,7 @@ bytes, or text such as "512MiB" or "16GiB". Times are seconds.
 
 This page is generated from `core/config.py` by `python docs/make_configuration.py`.
 """
+VALUES = {float: "names and numbers", str: "names and strings"}
 UNITS = ((2**30, "GiB"), (2**20, "MiB"))
 
 
@@ -53,7 +54,7 @@ def _type(hint: object) -> str:
     if typing.get_origin(hint) is tuple:
         return "list of str"
     if typing.get_origin(hint) is Mapping:
-        return "names and numbers" if typing.get_args(hint)[1] is float else "names and strings"
+        return VALUES.get(typing.get_args(hint)[1], "names and keys")
     assert isinstance(hint, type)
     assert not is_dataclass(hint)
     return "size" if hint is Size else hint.__name__

@@ -11,6 +11,8 @@ The rooms, in the order in which a request passes them:
     answers    tokens to text: detokenizer, stop strings, reasoning, tool calls
     observe    ledger, metrics, trends, diagnosis
 
+served_models.py has each model's part of them, and finds it by name.
+
 The files that a gRPC request passes, in order:
 
     edges/grpc/servicers.py, edges/auth.py, edges/grpc/protobuf.py

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.core import model_store
-from baton.core.config import Config
+from baton.core.config import Config, own_keys, served_configs
 from baton.core.errors import Internal
-from baton.core.generation_defaults import GenerationDefaults, read_defaults
 from baton.core.metrics_server import serve_metrics
 from baton.core.process import StopSignal
 from baton.core.tasks import cancel_all
@@ -32,17 +30,15 @@ from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.grpc.open_inference import OpenInferenceService
 from baton.router.edges.grpc.servicers import AdminService, InferenceService, make_server
-from baton.router.observe.metrics import RouterMetrics
+from baton.router.followed_models import FollowedModels
+from baton.router.observe.metrics import CacheMetrics, MetricsByModel
 from baton.router.observe.overview import RouterOverview
 from baton.router.observe.spans import Spans
-from baton.router.placement.placer import Placer
 from baton.router.prompts.embedding_model import EmbeddingModel
-from baton.router.prompts.text import Text
-from baton.router.requests.adapter_names import AdapterNames
-from baton.router.requests.serving import Serving
+from baton.router.requests.activity import Activity
 from baton.router.response_cache.cached_responses import CachedResponses
+from baton.router.served_models import ServedModels, SharedParts
 from baton.router.workers.controller_client import ControllerClient
-from baton.router.workers.membership import Membership
 from baton.rpc import listen
 from baton.v1 import (
     cluster_pb2,
@@ -61,6 +57,9 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 2.0
 """For clients to receive the end of complete answers."""
 
+LOOK_SECONDS = 1.0
+"""Between two looks at which models are to be ready."""
+
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 (_SERVICE,) = open_inference_pb2.DESCRIPTOR.services_by_name.values()
@@ -71,7 +70,9 @@ class RouterServer:
     def __init__(self, config: Config, router_id: str = "") -> None:
         self._config = config
         self._router_id = router_id or f"router-{secrets.token_hex(4)}"
-        self._metrics = RouterMetrics()
+        self._metrics = MetricsByModel()
+        self._cache_metrics = CacheMetrics(self._metrics.registry)
+        self.models = ServedModels()
         self._tasks: set[asyncio.Task[None]] = set()
         self._batches: asyncio.Task[None] | None = None
 
@@ -80,99 +81,93 @@ class RouterServer:
         the configuration."""
         check_router(self._config)
         self._keys = KeyRing(self._config.router.keys)
-        model = model_store.model_name(self._config)
-        folder = await asyncio.to_thread(model_store.locate, self._config.model, weights=False)
-        router = self._config.router
-        text = await asyncio.to_thread(Text.load, folder, router.tool_format, router.reasoning)
-        defaults = read_defaults(folder, router.generation_config)
-        if str(defaults):
-            log.info("the model's defaults for requests: %s", defaults)
+        shared = await self._share()
+        self._responses = shared.responses
+        self._followed = FollowedModels(self._config, self.models, shared, self._report_health)
         self._health = health.aio.HealthServicer()
-        self._membership = Membership(self._router_id, model, self._config)
-        placer = Placer(self._membership, router)
-        adapters = AdapterNames(model, self._config.allowed_adapters)
-        for name, adapter_folder in self._config.adapters.items():
-            adapters.name(name, await adapters.read(name, adapter_folder))
-        embedding = self._config.embedding_model
-        encoder = await asyncio.to_thread(EmbeddingModel.load, embedding) if embedding else None
-        cache, digest = self._config.cache, b""
-        if encoder and cache.responses == "semantic":
-            digest = await asyncio.to_thread(encoder.digest)
-        self._responses = CachedResponses.open(cache, self._metrics, digest)
-        self._serving = Serving(
-            text,
-            self._membership,
-            placer,
-            router,
-            self._metrics,
-            self._responses,
-            adapters,
-            encoder,
-        )
-        self._membership.listen(self._report_health)
-        self._metrics.watch(self._membership.links)
-        self._spans: Spans | None = None
-        if endpoint := router.otlp_endpoint:
-            self._spans = Spans(endpoint, model, self._router_id)
-            self._serving.ledgers.listen(self._spans.send)
         client = ControllerClient(controller, node_identity(self._config))
-        await self._serve_grpc(model, defaults, client)
+        self._prepare_edges(client)
+        for config in served_configs(self._config):
+            await self._load(config)
+        await self._serve_grpc()
         self._http = self._serve_http()
         self._serve_metrics()
-        self._membership.set_addresses(self._config.members.workers)
         if controller:
-            self._start(client.follow(self._membership, self._serving.adapters))
-            self._start(client.report(self._router_id, self._serving, self._membership))
-        if seconds := router.canary_seconds:
-            self._start(self._serving.dispatcher.run_canary(seconds))
+            self._start(client.follow(self._followed.apply))
+            self._start(client.report(self._router_id, lambda: self._followed.all))
+
+    async def _share(self) -> SharedParts:
+        """What the models share."""
+        config, digest = self._config, b""
+        folder = config.embedding_model
+        encoder = await asyncio.to_thread(EmbeddingModel.load, folder) if folder else None
+        if encoder and config.cache.responses == "semantic":
+            digest = await asyncio.to_thread(encoder.digest)
+        responses = CachedResponses.open(config.cache, self._cache_metrics, digest)
+        activity = Activity(config.router)
+        self._spans: Spans | None = None
+        if endpoint := config.router.otlp_endpoint:
+            self._spans = Spans(endpoint, self._router_id)
+            activity.ledgers.listen(self._spans.send)
+        self._activity = activity
+        return SharedParts(self._router_id, activity, self._metrics, responses, encoder)
+
+    async def _load(self, config: Config) -> None:
+        """A model of the configuration."""
+        model = await self._followed.load(config, own_keys(self._config, config))
+        self._followed.add(model)
+        model.membership.set_addresses(config.members.workers)
 
     async def wait_ready(self) -> None:
-        """Returns when some prefill worker can push to some decode worker."""
-        await self._membership.wait_until(lambda: self._membership.pairs.any_usable)
+        """Returns when of each model some prefill worker can push to some decode worker."""
+        while waits := [each for each in self.models if not each.membership.pairs.any_usable]:
+            membership = waits[0].membership
+            # No longer than this: the model may be removed.
+            await membership.wait_until(lambda: membership.pairs.any_usable, LOOK_SECONDS)  # noqa: B023
 
     async def serve_until(self, stopping: StopSignal) -> None:
         """Serves until the stop signal, then finishes requests within drain_seconds, and cancels
         what is left on the workers."""
         await stopping.requested.wait()
-        self._serving.draining = True
+        self._activity.draining = True
         self._report_health()
         if self._batches:
             # They are continued by the next router.
             await cancel_all(self._batches)
-        await stopping.wait_at_most(self._config.drain_seconds, self._serving.idle)
+        await stopping.wait_at_most(self._config.drain_seconds, self._activity.idle)
         for task in self._tasks:
             task.cancel()
-        calls = [self._server.stop(grace=0.0 if self._serving.active else GRACE_SECONDS)]
+        calls = [self._server.stop(grace=0.0 if self._activity.active else GRACE_SECONDS)]
         if self._http:
             calls.append(self._http.stop(GRACE_SECONDS))
         # It polls twice a second.
         calls.append(asyncio.to_thread(self._metrics_server.shutdown))
         await asyncio.gather(*calls)
-        await self._membership.stop()
+        await self._followed.close()
         if self._responses:
             await self._responses.close()
         if self._spans:
             await asyncio.to_thread(self._spans.close)
 
-    async def _serve_grpc(
-        self, model: str, defaults: GenerationDefaults, controller: ControllerClient
-    ) -> None:
+    def _prepare_edges(self, controller: ControllerClient) -> None:
+        limits = self._config.router
+        self._edges = EdgeContext(
+            self.models,
+            self._activity,
+            self._keys,
+            limits.reader_buffer,
+            controller,
+            self._responses,
+        )
+        self._overview = RouterOverview(
+            self.models, self._activity, self._router_id, limits.max_queued
+        )
+
+    async def _serve_grpc(self) -> None:
         limits = self._config.router
         self._server = make_server(self._keys, limits.max_requests)
-        self._edges = EdgeContext(
-            self._serving,
-            self._membership,
-            self._keys,
-            model,
-            limits.reader_buffer,
-            defaults,
-            controller,
-        )
         inference = InferenceService(self._edges)
-        self._overview = RouterOverview(
-            self._serving, self._membership, model, self._router_id, limits.max_queued
-        )
-        admin = AdminService(self._edges, self._overview)
+        admin = AdminService(self._edges, self._overview, self._followed)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
@@ -231,7 +226,7 @@ class RouterServer:
     def _report_health(self) -> None:
         """The process is live without workers; it is ready when it can place requests."""
         status = health_pb2.HealthCheckResponse
-        ready = self._serving.placer.can_place and not self._serving.draining
+        ready = self._edges.can_place and not self._activity.draining
         self._start(self._health.set("", status.SERVING))
         self._start(self._health.set(INFERENCE, status.SERVING if ready else status.NOT_SERVING))
 

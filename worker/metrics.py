@@ -14,7 +14,7 @@ from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.tier_copies import Tier, TierCounts
 from baton.v1 import worker_pb2 as pb
 
-_LABELS = ["worker", "role"]
+_LABELS = ["model", "worker", "role"]
 _COUNTERS = (
     names.COMPUTED_TOKENS,
     names.GUESSED_TOKENS,
@@ -42,8 +42,9 @@ _HISTOGRAMS = {
 class WorkerMetrics:
     """Written by the engine thread, scraped from any."""
 
-    def __init__(self, worker_id: str, role: Role) -> None:
+    def __init__(self, worker_id: str, role: Role, model: str = "") -> None:
         self.registry = CollectorRegistry()
+        self._model = model
         self._worker_id = worker_id
         self._cache_counts = (0, 0, 0)  # as last reported
         self._tiers: TierMetrics | None = None  # once there is a second tier
@@ -69,7 +70,8 @@ class WorkerMetrics:
         """Labels everything with this role from now on. Counts of the other role stay."""
         for gauge in (self._all_pages, *self._all_gauges.values()):
             gauge.clear()
-        self._labels = {"worker": self._worker_id, "role": role.value}
+        worker = {"worker": self._worker_id, "role": role.value}
+        self._labels = {"model": self._model, **worker}
         if self._tiers is not None:
             self._tiers.set_labels(self._labels)
         counters, histograms = self._all_counters.items(), self._all_histograms.items()

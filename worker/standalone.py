@@ -11,7 +11,7 @@ import uvloop
 
 from baton.core import config as configs
 from baton.core.config import Config
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, InvalidConfig
 from baton.core.process import StartTimes, process_began, set_up_logging, stop_on_signals
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
@@ -26,7 +26,7 @@ def main(role: Role) -> None:
     times = StartTimes(process_began())
     arguments = _parse(role)
     try:
-        config = configs.load(arguments.config)
+        config = _of_model(configs.load(arguments.config), arguments.model)
         set_up_logging(config.log_level)
         claim_threads(config, role)
         times.mark("command")
@@ -45,9 +45,20 @@ def _parse(role: Role) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{role.value}_worker", description=__doc__)
     parser.add_argument("--config", type=Path, help="a YAML file (default: the built-in defaults)")
     parser.add_argument("--name", help=f"the worker's name, unique in the cluster ({role.value}-0)")
+    parser.add_argument("--model", default="", help="of the file's models, the one to serve")
     parser.add_argument("--port", type=int, help=f"overrides {role.value}.port")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port")
     return parser.parse_args()
+
+
+def _of_model(config: Config, name: str) -> Config:
+    """Of a file with several models, that of one."""
+    if not config.models and not name:
+        return config
+    if name not in config.models:
+        served = ", ".join(map(repr, config.models)) or "none by name"
+        raise InvalidConfig(f"--model must be one of the file's models: {served}", field="models")
+    return configs.model_config(config, name, config.models[name])
 
 
 def _open_record(config: Config, role: Role, port: int) -> StepRecord:

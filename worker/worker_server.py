@@ -86,7 +86,7 @@ class WorkerServer:
         self.times.mark("imports")
         self._record = record or StepRecord()
         self._inbox = EngineInbox()
-        self._metrics = WorkerMetrics(worker_id, role)
+        self._metrics = WorkerMetrics(worker_id, role, model_store.model_name(config))
         # Whether it was drained to be restarted.
         self.restarts = False
         self.metrics_address = ""  # "host:port"

@@ -92,6 +92,8 @@ class RouterReport(_message.Message):
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     DECODE_PAGES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router's name, unique per process."""
     arrivals: _builtins.int
@@ -114,6 +116,10 @@ class RouterReport(_message.Message):
     """Requests that wait on decode workers, of all routers."""
     decode_pages: _builtins.int
     """Pages in the smallest pool of a decode worker."""
+    model: _builtins.str
+    """The model that all this is about."""
+    active_requests: _builtins.int
+    """Requests to it that run or wait in this router."""
     @_builtins.property
     def prompt_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Estimated prefill seconds of each prompt that was prefilled since then,
@@ -141,10 +147,12 @@ class RouterReport(_message.Message):
         queued_requests: _builtins.int = ...,
         waiting: _builtins.int = ...,
         decode_pages: _builtins.int = ...,
+        model: _builtins.str = ...,
+        active_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "answers", b"answers", "arrivals", b"arrivals", "decode_pages", b"decode_pages", "overhead_seconds", b"overhead_seconds", "page_tokens", b"page_tokens", "prompt_seconds", b"prompt_seconds", "queued_requests", b"queued_requests", "queued_seconds", b"queued_seconds", "router_id", b"router_id", "step_costs", b"step_costs", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "answer_tokens", b"answer_tokens", "answers", b"answers", "arrivals", b"arrivals", "decode_pages", b"decode_pages", "model", b"model", "overhead_seconds", b"overhead_seconds", "page_tokens", b"page_tokens", "prompt_seconds", b"prompt_seconds", "queued_requests", b"queued_requests", "queued_seconds", b"queued_seconds", "router_id", b"router_id", "step_costs", b"step_costs", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,12 +177,17 @@ Global___ReportResponse: _TypeAlias = ReportResponse  # noqa: Y015
 class PlanRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Of which model; empty where there is only one."""
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,6 +303,7 @@ class Members(_message.Message):
     ENDED_AGENTS_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Every worker that has registered and not left."""
@@ -308,6 +322,10 @@ class Members(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedAdapter]:
         """Adapters whose names were added, or removed, since the cluster's start."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedModel]:
+        """The models to serve."""
+
     def __init__(
         self,
         *,
@@ -315,14 +333,91 @@ class Members(_message.Message):
         ended_agents: _abc.Iterable[_builtins.str] | None = ...,
         verdicts: _abc.Iterable[_worker_pb2.Verdict] | None = ...,
         adapters: _abc.Iterable[Global___NamedAdapter] | None = ...,
+        models: _abc.Iterable[Global___NamedModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ended_agents", b"ended_agents", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ended_agents", b"ended_agents", "models", b"models", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Members: _TypeAlias = Members  # noqa: Y015
+
+@_typing.final
+class NamedModel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What requests give as their model."""
+    keys: _builtins.str
+    """Its keys of the configuration, as JSON, such as {"model": "org/name",
+    "decode": {"workers": 2}}; what it leaves out is as for the others.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        keys: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedModel: _TypeAlias = NamedModel  # noqa: Y015
+
+@_typing.final
+class AddModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddModelResponse: _TypeAlias = AddModelResponse  # noqa: Y015
+
+@_typing.final
+class RemoveModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The model's name."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveModelRequest: _TypeAlias = RemoveModelRequest  # noqa: Y015
+
+@_typing.final
+class RemoveModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveModelResponse: _TypeAlias = RemoveModelResponse  # noqa: Y015
 
 @_typing.final
 class NamedAdapter(_message.Message):
@@ -330,8 +425,11 @@ class NamedAdapter(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What requests give as their model."""
+    model: _builtins.str
+    """The model that it belongs to."""
     @_builtins.property
     def adapter(self) -> _worker_pb2.Adapter:
         """Not set: the name was removed."""
@@ -341,10 +439,11 @@ class NamedAdapter(_message.Message):
         *,
         name: _builtins.str = ...,
         adapter: _worker_pb2.Adapter | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,6 +470,7 @@ class AddAdapterRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What requests give as their model. One that is served is replaced; requests
     that run keep what they began with.
@@ -379,15 +479,18 @@ class AddAdapterRequest(_message.Message):
     """A folder of PEFT, the same on all nodes, or a hub's repository
     (org/name@revision), which the configuration allows (adapter_folders).
     """
+    model: _builtins.str
+    """The model that it belongs to; empty where there is only one."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         folder: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "model", b"model", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,22 +558,26 @@ class Member(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name."""
     role: _worker_pb2.Role.ValueType
     """Its role."""
     address: _builtins.str
     """Its gRPC address, "host:port"."""
+    model: _builtins.str
+    """The model that it serves."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         role: _worker_pb2.Role.ValueType = ...,
         address: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "model", b"model", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -521,19 +628,23 @@ class ScaleRequest(_message.Message):
 
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     prefill: _builtins.int
     """Wanted prefill workers, at least 1; unchanged when not set."""
     decode: _builtins.int
     """Wanted decode workers."""
+    model: _builtins.str
+    """Of which model; empty where there is only one."""
     def __init__(
         self,
         *,
         prefill: _builtins.int | None = ...,
         decode: _builtins.int | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "model", b"model", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
     _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
@@ -568,13 +679,18 @@ class PoolsResponse(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     prefill: _builtins.int
-    """Wanted prefill workers."""
+    """Wanted prefill workers, of all models."""
     decode: _builtins.int
-    """Wanted decode workers."""
+    """Wanted decode workers, of all models."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledWorker]:
         """Those in the pools, and those that still drain."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelPools]:
+        """The same by model."""
 
     def __init__(
         self,
@@ -582,14 +698,47 @@ class PoolsResponse(_message.Message):
         prefill: _builtins.int = ...,
         decode: _builtins.int = ...,
         workers: _abc.Iterable[Global___PooledWorker] | None = ...,
+        models: _abc.Iterable[Global___ModelPools] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "models", b"models", "prefill", b"prefill", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolsResponse: _TypeAlias = PoolsResponse  # noqa: Y015
+
+@_typing.final
+class ModelPools(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model's name."""
+    prefill: _builtins.int
+    """Wanted prefill workers."""
+    decode: _builtins.int
+    """Wanted decode workers."""
+    removed: _builtins.bool
+    """Whether it is being removed: its workers end with its last request."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
+        removed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "model", b"model", "prefill", b"prefill", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelPools: _TypeAlias = ModelPools  # noqa: Y015
 
 @_typing.final
 class PooledWorker(_message.Message):
@@ -601,6 +750,7 @@ class PooledWorker(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     RETIRING_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name."""
     role: _worker_pb2.Role.ValueType
@@ -613,6 +763,8 @@ class PooledWorker(_message.Message):
     """Whether it drains and is no longer wanted."""
     error: _builtins.str
     """Why it cannot start; empty when it can."""
+    model: _builtins.str
+    """The model that it serves."""
     def __init__(
         self,
         *,
@@ -622,10 +774,11 @@ class PooledWorker(_message.Message):
         ready: _builtins.bool = ...,
         retiring: _builtins.bool = ...,
         error: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "progress", b"progress", "ready", b"ready", "retiring", b"retiring", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "model", b"model", "progress", b"progress", "ready", b"ready", "retiring", b"retiring", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -935,12 +1088,13 @@ class StatusResponse(_message.Message):
     QUEUE_LIMIT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     QUEUED_PRIORITIES_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router that answers."""
     uptime_seconds: _builtins.float
     """Seconds since it started."""
     model: _builtins.str
-    """The model's name."""
+    """The model's name; of several, the first."""
     active_requests: _builtins.int
     """Requests that this router has not finished."""
     finished_requests: _builtins.int
@@ -959,6 +1113,10 @@ class StatusResponse(_message.Message):
     def queued_priorities(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueuedPriority]:
         """The queued requests by priority, the first to be admitted first."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]:
+        """One entry a model."""
+
     def __init__(
         self,
         *,
@@ -972,14 +1130,47 @@ class StatusResponse(_message.Message):
         queue_limit: _builtins.int = ...,
         draining: _builtins.bool = ...,
         queued_priorities: _abc.Iterable[Global___QueuedPriority] | None = ...,
+        models: _abc.Iterable[Global___ModelStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "draining", b"draining", "finished_requests", b"finished_requests", "model", b"model", "queue_limit", b"queue_limit", "queued_priorities", b"queued_priorities", "queued_requests", b"queued_requests", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "draining", b"draining", "finished_requests", b"finished_requests", "model", b"model", "models", b"models", "queue_limit", b"queue_limit", "queued_priorities", b"queued_priorities", "queued_requests", b"queued_requests", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class ModelStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    active_requests: _builtins.int
+    """This router's requests to it."""
+    queued_requests: _builtins.int
+    """Of these, those that wait for a worker with room."""
+    ready: _builtins.bool
+    """Whether requests to it can be placed now."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        active_requests: _builtins.int = ...,
+        queued_requests: _builtins.int = ...,
+        ready: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "name", b"name", "queued_requests", b"queued_requests", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelStatus: _TypeAlias = ModelStatus  # noqa: Y015
 
 @_typing.final
 class QueuedPriority(_message.Message):
@@ -1127,12 +1318,17 @@ Global___Misfit: _TypeAlias = Misfit  # noqa: Y015
 class DiagnoseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Of which model; empty for the one with the most answers lately."""
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1149,10 +1345,13 @@ class Diagnosis(_message.Message):
     TRAFFIC_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     bound: Global___Bound.ValueType
     """What limits the cluster."""
     sentence: _builtins.str
     """The same in one sentence."""
+    model: _builtins.str
+    """The model that all this is about."""
     @_builtins.property
     def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The numbers behind it, a sentence each."""
@@ -1183,10 +1382,11 @@ class Diagnosis(_message.Message):
         traffic: Global___Traffic | None = ...,
         prefill: Global___PoolLoad | None = ...,
         decode: Global___PoolLoad | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "bound", b"bound", "decode", b"decode", "evidence", b"evidence", "prefill", b"prefill", "sentence", b"sentence", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "bound", b"bound", "decode", b"decode", "evidence", b"evidence", "model", b"model", "prefill", b"prefill", "sentence", b"sentence", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1324,12 +1524,17 @@ Global___Spread: _TypeAlias = Spread  # noqa: Y015
 class TrendsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Of which model; empty for the one with the most answers lately."""
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

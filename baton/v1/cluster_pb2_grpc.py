@@ -178,6 +178,16 @@ class ControlStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.NamedAdapter.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.NameAdapterResponse.FromString,
                 _registered_method=True)
+        self.AddModel = channel.unary_unary(
+                '/baton.v1.Control/AddModel',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.NamedModel.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.AddModelResponse.FromString,
+                _registered_method=True)
+        self.RemoveModel = channel.unary_unary(
+                '/baton.v1.Control/RemoveModel',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.RemoveModelRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.RemoveModelResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -220,6 +230,21 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddModel(self, request, context):
+        """Starts workers of a further model. Returns when that is decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveModel(self, request, context):
+        """Ends a model's name in all routers, and its workers when no request to it
+        runs. Returns when that is decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -247,6 +272,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.NameAdapter,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.NamedAdapter.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.NameAdapterResponse.SerializeToString,
+            ),
+            'AddModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddModel,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.NamedModel.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.AddModelResponse.SerializeToString,
+            ),
+            'RemoveModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveModel,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.RemoveModelRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.RemoveModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -395,6 +430,60 @@ class Control(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def AddModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/AddModel',
+            baton_dot_v1_dot_cluster__pb2.NamedModel.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.AddModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/RemoveModel',
+            baton_dot_v1_dot_cluster__pb2.RemoveModelRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.RemoveModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AdminStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -474,6 +563,16 @@ class AdminStub(object):
                 '/baton.v1.Admin/RemoveAdapter',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.RemoveAdapterRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
+        self.AddModel = channel.unary_unary(
+                '/baton.v1.Admin/AddModel',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.NamedModel.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.AddModelResponse.FromString,
+                _registered_method=True)
+        self.RemoveModel = channel.unary_unary(
+                '/baton.v1.Admin/RemoveModel',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.RemoveModelRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.RemoveModelResponse.FromString,
                 _registered_method=True)
 
 
@@ -583,6 +682,22 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddModel(self, request, context):
+        """Serves a further model, with workers of its own. Returns when that is
+        decided: its workers are about to start. Needs a controller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveModel(self, request, context):
+        """Ends a model's name. Requests that run end as they would have, then its
+        workers do. Returns when that is decided. Needs a controller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -655,6 +770,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.RemoveAdapter,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.RemoveAdapterRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.RemoveAdapterResponse.SerializeToString,
+            ),
+            'AddModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddModel,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.NamedModel.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.AddModelResponse.SerializeToString,
+            ),
+            'RemoveModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveModel,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.RemoveModelRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.RemoveModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1035,6 +1160,60 @@ class Admin(object):
             '/baton.v1.Admin/RemoveAdapter',
             baton_dot_v1_dot_cluster__pb2.RemoveAdapterRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.RemoveAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/AddModel',
+            baton_dot_v1_dot_cluster__pb2.NamedModel.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.AddModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/RemoveModel',
+            baton_dot_v1_dot_cluster__pb2.RemoveModelRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.RemoveModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

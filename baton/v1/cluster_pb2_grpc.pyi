@@ -83,6 +83,12 @@ class ControlStub:
     """
     NameAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedAdapter, _cluster_pb2.NameAdapterResponse]
     """Makes an adapter's name known to all routers, or unknown."""
+    AddModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]
+    """Starts workers of a further model. Returns when that is decided."""
+    RemoveModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]
+    """Ends a model's name in all routers, and its workers when no request to it
+    runs. Returns when that is decided.
+    """
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -101,6 +107,12 @@ class ControlAsyncStub(ControlStub):
     """
     NameAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedAdapter, _cluster_pb2.NameAdapterResponse]  # type: ignore[assignment]
     """Makes an adapter's name known to all routers, or unknown."""
+    AddModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]  # type: ignore[assignment]
+    """Starts workers of a further model. Returns when that is decided."""
+    RemoveModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]  # type: ignore[assignment]
+    """Ends a model's name in all routers, and its workers when no request to it
+    runs. Returns when that is decided.
+    """
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch."""
@@ -147,6 +159,24 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_pb2.NameAdapterResponse, _abc.Awaitable[_cluster_pb2.NameAdapterResponse]]:
         """Makes an adapter's name known to all routers, or unknown."""
 
+    @_abc_1.abstractmethod
+    def AddModel(
+        self,
+        request: _cluster_pb2.NamedModel,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.AddModelResponse, _abc.Awaitable[_cluster_pb2.AddModelResponse]]:
+        """Starts workers of a further model. Returns when that is decided."""
+
+    @_abc_1.abstractmethod
+    def RemoveModel(
+        self,
+        request: _cluster_pb2.RemoveModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.RemoveModelResponse, _abc.Awaitable[_cluster_pb2.RemoveModelResponse]]:
+        """Ends a model's name in all routers, and its workers when no request to it
+        runs. Returns when that is decided.
+        """
+
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AdminStub:
@@ -192,6 +222,14 @@ class AdminStub:
     """Ends an adapter's name. Returns when this router's requests under it have
     ended.
     """
+    AddModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]
+    """Serves a further model, with workers of its own. Returns when that is
+    decided: its workers are about to start. Needs a controller.
+    """
+    RemoveModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]
+    """Ends a model's name. Requests that run end as they would have, then its
+    workers do. Returns when that is decided. Needs a controller.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -233,6 +271,14 @@ class AdminAsyncStub(AdminStub):
     RemoveAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RemoveAdapterRequest, _cluster_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
     """Ends an adapter's name. Returns when this router's requests under it have
     ended.
+    """
+    AddModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]  # type: ignore[assignment]
+    """Serves a further model, with workers of its own. Returns when that is
+    decided: its workers are about to start. Needs a controller.
+    """
+    RemoveModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]  # type: ignore[assignment]
+    """Ends a model's name. Requests that run end as they would have, then its
+    workers do. Returns when that is decided. Needs a controller.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -356,6 +402,26 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_pb2.RemoveAdapterResponse, _abc.Awaitable[_cluster_pb2.RemoveAdapterResponse]]:
         """Ends an adapter's name. Returns when this router's requests under it have
         ended.
+        """
+
+    @_abc_1.abstractmethod
+    def AddModel(
+        self,
+        request: _cluster_pb2.NamedModel,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.AddModelResponse, _abc.Awaitable[_cluster_pb2.AddModelResponse]]:
+        """Serves a further model, with workers of its own. Returns when that is
+        decided: its workers are about to start. Needs a controller.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveModel(
+        self,
+        request: _cluster_pb2.RemoveModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.RemoveModelResponse, _abc.Awaitable[_cluster_pb2.RemoveModelResponse]]:
+        """Ends a model's name. Requests that run end as they would have, then its
+        workers do. Returns when that is decided. Needs a controller.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

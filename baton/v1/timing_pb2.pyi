@@ -319,6 +319,7 @@ class RequestTiming(_message.Message):
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     END_TO_END_SECONDS_FIELD_NUMBER: _builtins.int
     ANSWERS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, chosen by the caller or the router."""
     arrived_at: _builtins.float
@@ -329,6 +330,8 @@ class RequestTiming(_message.Message):
     """Of the answer that began first."""
     end_to_end_seconds: _builtins.float
     """From arrival to the end, or until now."""
+    model: _builtins.str
+    """The model, or the adapter, that it named."""
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerTiming]:
         """One entry an answer."""
@@ -342,10 +345,11 @@ class RequestTiming(_message.Message):
         ttft_seconds: _builtins.float = ...,
         end_to_end_seconds: _builtins.float = ...,
         answers: _abc.Iterable[Global___AnswerTiming] | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "arrived_at", b"arrived_at", "end_to_end_seconds", b"end_to_end_seconds", "outcome", b"outcome", "request_id", b"request_id", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "arrived_at", b"arrived_at", "end_to_end_seconds", b"end_to_end_seconds", "model", b"model", "outcome", b"outcome", "request_id", b"request_id", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

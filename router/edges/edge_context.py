@@ -2,61 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from baton.core.errors import Unavailable
-from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from baton.core.types import Adapter, Pooling, Request
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import ClientBuffer
-from baton.router.requests.serving import Serving
+from baton.router.requests.activity import Activity
+from baton.router.response_cache.cached_responses import CachedResponses
+from baton.router.served_models import ServedModel, ServedModels
 from baton.router.workers.controller_client import NO_CONTROLLER, ControllerClient
-from baton.router.workers.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeContext:
-    serving: Serving
-    membership: Membership
+    models: ServedModels
+    activity: Activity
     keys: KeyRing
-    model: str
     reader_buffer: int
-    defaults: GenerationDefaults = NO_DEFAULTS
     controller: ControllerClient = NO_CONTROLLER
+    responses: CachedResponses | None = None
     # Of the HTTP calls in progress.
     buffers: WeakSet[ClientBuffer] = field(default_factory=WeakSet)
 
-    def find_adapter(self, model: str, caller: Caller) -> Adapter | None:
-        """What a model's name stands for; None for the model itself. Raises PermissionDenied and
-        UnknownModel."""
-        caller.check_model(model or self.model)
-        return self.serving.adapters.find(model, caller.key.may_use)
+    def find(self, name: str, caller: Caller, *, encoder: bool = True) -> ServedModel:
+        """The model that a caller's name of a model, an adapter or the embedding model (`encoder`)
+        leads to. Raises PermissionDenied and UnknownModel."""
+        only = self.models.only
+        if name or only:
+            caller.check_model(name or only.name)  # type: ignore[union-attr]
+        return self.models.find(name, caller.key.may_use, encoder=encoder)
 
-    def addressed(self, request: Request, model: str, caller: Caller) -> Request:
-        """The request to the model that the caller names. Raises as `check_model` does."""
-        caller.check_model(model or self.model)
-        embedding = self.serving.embedding_model
-        if embedding and model == embedding.name:
-            return embedding.addressed(request)
-        pooling = Pooling.LAST if request.pooling is Pooling.ENCODER else request.pooling
-        adapter = self.find_adapter(model, caller)
-        return replace(request, model=model or self.model, adapter=adapter, pooling=pooling)
-
-    def check_model(self, name: str, caller: Caller) -> None:
-        """Raises PermissionDenied and UnknownModel."""
-        if name not in self.model_names(caller):
-            self.find_adapter(name, caller)
+    def find_generating(self, name: str, caller: Caller) -> ServedModel:
+        """The same without the embedding model."""
+        return self.find(name, caller, encoder=False)
 
     def model_names(self, caller: Caller) -> list[str]:
         """Those that the caller may use."""
-        embedding = self.serving.embedding_model
-        names = [
-            self.model,
-            *self.serving.adapters.served,
-            *([embedding.name] if embedding else ()),
-        ]
-        return [name for name in names if caller.key.may_use(name)]
+        return [name for name in self.models.names() if caller.key.may_use(name)]
+
+    @property
+    def can_place(self) -> bool:
+        """Whether requests to some model can be placed."""
+        return any(model.serving.placer.can_place for model in self.models)
 
     def end_calls(self) -> None:
         """Ends every HTTP call in progress with an error."""

@@ -202,6 +202,7 @@ class RequestLedger:
         *,
         owner: str = "",
         traceparent: str = "",
+        model: str = "",
     ) -> None:
         """For a call that came at `arrived` and has now been parsed."""
         parsed = time.monotonic()
@@ -211,6 +212,7 @@ class RequestLedger:
         self.answers = [AnswerLedger(arrived, parsed) for _ in range(answers)]
         self.owner = owner  # the API key's name, where keys are required
         self.traceparent = traceparent[:MAX_TRACEPARENT]  # the caller's trace (W3C), if any
+        self.model = model  # the name of the model or the adapter
         self.outcome = ""
         self.ended = 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.core import metrics as names
@@ -23,7 +23,56 @@ from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
 
 
+class CacheMetrics:
+    """Of the response cache, which the models of a router share."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        registry = registry or CollectorRegistry()
+
+        def counter(name: str) -> Counter:
+            return Counter(name, names.HELP[name], ["result"], registry=registry)
+
+        self.response_lookups = counter(names.RESPONSE_LOOKUPS)
+        self.response_stores = counter(names.RESPONSE_STORES)
+        self.semantic_lookups = counter(names.SEMANTIC_LOOKUPS)
+        self.semantic_stores = counter(names.SEMANTIC_STORES)
+        self.response_bytes = Gauge(
+            names.RESPONSE_BYTES, names.HELP[names.RESPONSE_BYTES], registry=registry
+        )
+
+
+class MetricsByModel(Collector):
+    """The metrics of each model, with its name as a label."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, RouterMetrics] = {}
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def of(self, model: str, links: Iterable[WorkerLink]) -> RouterMetrics:
+        """Of a model from now on, and of its workers."""
+        metrics = self._models[model] = RouterMetrics()
+        metrics.watch(links)
+        return metrics
+
+    def forget(self, model: str) -> None:
+        self._models.pop(model, None)
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for model, metrics in list(self._models.items()):
+            for found in metrics.registry.collect():
+                family = Metric(found.name, found.documentation, found.type)
+                merged.setdefault(found.name, family).samples += [
+                    sample._replace(labels={"model": model, **sample.labels})
+                    for sample in found.samples
+                ]
+        return merged.values()
+
+
 class RouterMetrics:
+    """A router's metrics of one model."""
+
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.ttft = self._histogram(names.TTFT_SECONDS)
@@ -59,13 +108,6 @@ class RouterMetrics:
             self.requests.labels(outcome=reason)
         for reason in (Exhausted.reason, PoisonRequest.reason, Unavailable.reason):
             self.requests.labels(outcome=reason)
-        self.response_lookups = self._counter(names.RESPONSE_LOOKUPS, ["result"])
-        self.response_stores = self._counter(names.RESPONSE_STORES, ["result"])
-        self.semantic_lookups = self._counter(names.SEMANTIC_LOOKUPS, ["result"])
-        self.semantic_stores = self._counter(names.SEMANTIC_STORES, ["result"])
-        self.response_bytes = Gauge(
-            names.RESPONSE_BYTES, names.HELP[names.RESPONSE_BYTES], registry=self.registry
-        )
 
     def watch(self, links: Iterable[WorkerLink]) -> None:
         """Adds the workers' gauges, so that one scrape shows the cluster."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +13,9 @@ from baton.router.edges.auth import Caller
 from baton.router.observe.diagnosis import diagnose
 from baton.router.observe.time_breakdown import request_timing
 from baton.router.observe.trends import BUCKET_SECONDS
-from baton.router.requests.serving import Serving
+from baton.router.requests.activity import Activity
+from baton.router.served_models import ServedModel, ServedModels
 from baton.router.workers.link import WorkerLink
-from baton.router.workers.membership import Membership
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import timing_pb2
 
@@ -24,31 +25,32 @@ _FAULT = "it cannot be used; `baton status` with an admin's key says why"
 
 @dataclass(frozen=True, slots=True)
 class RouterOverview:
-    serving: Serving
-    membership: Membership
-    model: str
+    models: ServedModels
+    activity: Activity
     router_id: str
     queue_limit: int
     began: float = field(default_factory=time.monotonic)
 
     def status(self) -> pb.StatusResponse:
-        agents = {link.agent: link.worker_id for link in self.membership.links if link.welcome}
+        models = list(self.models)
+        waiting: Counter[int] = Counter()
+        for model in models:
+            waiting.update(model.serving.admission.priorities)
         return pb.StatusResponse(
             router_id=self.router_id,
             uptime_seconds=time.monotonic() - self.began,
-            model=self.model,
-            active_requests=self.serving.active,
-            finished_requests=self.serving.finished,
-            queued_requests=self.serving.admission.queued,
+            model=models[0].name if models else "",
+            active_requests=self.activity.active,
+            finished_requests=self.activity.finished,
+            queued_requests=sum(model.serving.admission.queued for model in models),
             queue_limit=self.queue_limit,
-            draining=self.serving.draining,
+            draining=self.activity.draining,
             queued_priorities=[
                 pb.QueuedPriority(priority=priority, requests=requests)
-                for priority, requests in self.serving.admission.priorities.items()
+                for priority, requests in sorted(waiting.items())
             ],
-            workers=[
-                _worker_status(link, agents, self.membership) for link in self.membership.links
-            ],
+            workers=[status for model in models for status in _workers(model)],
+            models=map(_model_status, models),
         )
 
     def public_status(self) -> pb.StatusResponse:
@@ -62,21 +64,31 @@ class RouterOverview:
 
     def metrics_addresses(self) -> list[str]:
         """Of the workers that serve metrics."""
-        addresses = (link.welcome.metrics_address for link in self.membership.links if link.welcome)
+        links = (link for model in self.models for link in model.membership.links)
+        addresses = (link.welcome.metrics_address for link in links if link.welcome)
         return sorted(filter(None, addresses))
 
-    def diagnosis(self) -> pb.Diagnosis:
-        return diagnose(
-            self.serving.trends.traffic(),
-            _pool_load(list(self.membership.usable(Role.PREFILL))),
-            _pool_load(list(self.membership.usable(Role.DECODE))),
-            self.serving.admission.queued,
+    def diagnosis(self, name: str = "") -> pb.Diagnosis:
+        model = self._model(name)
+        found = diagnose(
+            model.serving.trends.traffic(),
+            _pool_load(list(model.membership.usable(Role.PREFILL))),
+            _pool_load(list(model.membership.usable(Role.DECODE))),
+            model.serving.admission.queued,
         )
+        found.model = model.name
+        return found
+
+    def _model(self, name: str) -> ServedModel:
+        """The model of a name; without one, the busiest."""
+        if name or not list(self.models):
+            return self.models.named(name)
+        return max(self.models, key=lambda model: model.serving.trends.traffic().answers)
 
     def timing(self, request_id: str, caller: Caller) -> timing_pb2.RequestTiming:
         """Of one of the caller's own requests; an admin sees all."""
         owner = None if caller.admin else caller.key.name
-        ledger = self.serving.ledgers.find(request_id, owner)
+        ledger = self.activity.ledgers.find(request_id, owner)
         if ledger is None:
             raise UnknownRequest(
                 f"no request called {request_id!r} is among the latest here", field="request_id"
@@ -85,10 +97,10 @@ class RouterOverview:
 
     def recent(self, limit: int = 0) -> list[timing_pb2.RequestTiming]:
         """Newest first, without their phases."""
-        ledgers = self.serving.ledgers.recent(limit or RECENT_REQUESTS)
+        ledgers = self.activity.ledgers.recent(limit or RECENT_REQUESTS)
         return [request_timing(ledger, phases=False) for ledger in ledgers]
 
-    def trends(self) -> pb.TrendsResponse:
+    def trends(self, name: str = "") -> pb.TrendsResponse:
         points = [
             pb.TrendPoint(
                 answers=bucket.sums.answers,
@@ -97,16 +109,30 @@ class RouterOverview:
                 ttft=bucket.ttft.spread(),
                 itl=bucket.itl.spread(),
             )
-            for bucket in self.serving.trends.series()
+            for bucket in self._model(name).serving.trends.series()
         ]
         return pb.TrendsResponse(seconds_each=BUCKET_SECONDS, points=points)
 
 
-def _worker_status(
-    link: WorkerLink, agents: dict[str, str], membership: Membership
-) -> pb.WorkerStatus:
-    welcome = link.welcome
-    member = pb.Member(worker_id=link.worker_id, address=link.address)
+def _model_status(model: ServedModel) -> pb.ModelStatus:
+    serving = model.serving
+    return pb.ModelStatus(
+        name=model.name,
+        active_requests=serving.active,
+        queued_requests=serving.admission.queued,
+        ready=serving.placer.can_place,
+    )
+
+
+def _workers(model: ServedModel) -> list[pb.WorkerStatus]:
+    links = model.membership.links
+    agents = {link.agent: link.worker_id for link in links if link.welcome}
+    return [_worker_status(link, agents, model) for link in links]
+
+
+def _worker_status(link: WorkerLink, agents: dict[str, str], model: ServedModel) -> pb.WorkerStatus:
+    welcome, membership = link.welcome, model.membership
+    member = pb.Member(worker_id=link.worker_id, address=link.address, model=model.name)
     if welcome:
         member.role = welcome.role
     return pb.WorkerStatus(

@@ -22,9 +22,8 @@ _GOOD = ("stop", "length")
 
 
 class Spans:
-    def __init__(self, endpoint: str, model: str, router_id: str) -> None:
+    def __init__(self, endpoint: str, router_id: str) -> None:
         """`endpoint` is a collector, such as http://127.0.0.1:4318."""
-        self._model = model
         self._provider = _provider(f"{endpoint.rstrip('/')}/v1/traces", router_id)
         self._tracer = self._provider.get_tracer("baton")
 
@@ -71,7 +70,7 @@ class Spans:
         first = timing.answers[0]
         return {
             "gen_ai.operation.name": "chat",
-            "gen_ai.request.model": self._model,
+            "gen_ai.request.model": timing.model,
             "gen_ai.usage.input_tokens": first.prompt_tokens,
             "gen_ai.usage.output_tokens": sum(each.completion_tokens for each in timing.answers),
             "gen_ai.server.time_to_first_token": timing.ttft_seconds,

@@ -97,6 +97,7 @@ def request_timing(ledger: RequestLedger, *, phases: bool = True) -> pb.RequestT
         ttft_seconds=min((each.ttft_seconds for each in answers if each.ttft_seconds), default=0.0),
         end_to_end_seconds=(ledger.ended or time.monotonic()) - ledger.arrived,
         answers=answers,
+        model=ledger.model,
     )
 
 

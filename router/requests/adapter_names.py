@@ -7,17 +7,14 @@ unknown at once; its requests run on, with what they began with.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from baton.core.adapter_store import check_place, find_adapter
-from baton.core.errors import InvalidRequest, UnknownModel
+from baton.core.config_values import NAME_RULE, is_name
+from baton.core.errors import InvalidRequest
 from baton.core.types import Adapter, Request
-
-_NAME = re.compile(r"[\w.@:+-]+(/[\w.@:+-]+)*")
-MAX_NAME = 128
 
 
 class AdapterNames:
@@ -32,11 +29,8 @@ class AdapterNames:
     async def read(self, name: str, place: str) -> Adapter:
         """The adapter in a folder or repository; raises why it cannot be served under this
         name."""
-        if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
-            raise InvalidRequest(
-                f"an adapter's name has letters, digits, and . _ - / @ : +, at most {MAX_NAME}",
-                field="lora_name",
-            )
+        if not is_name(name):
+            raise InvalidRequest(f"an adapter's name has {NAME_RULE}", field="lora_name")
         if name == self._model:
             raise InvalidRequest(f"{name!r} is the model itself", field="lora_name")
         check_place(place, self._allowed)
@@ -48,22 +42,6 @@ class AdapterNames:
             self.served[name] = adapter
         else:
             self.served.pop(name, None)
-
-    def find(self, name: str, shown: Callable[[str], bool] = lambda _: True) -> Adapter | None:
-        """None for the model itself. An unknown name's error lists those that may be shown."""
-        if name in ("", self._model):
-            return None
-        if adapter := self.served.get(name):
-            return adapter
-        served = ", ".join(map(repr, filter(shown, (self._model, *self.served))))
-        raise UnknownModel(
-            f"there is no model {name!r} here; this cluster serves {served}", field="model"
-        )
-
-    def known(self, name: str) -> Adapter:
-        if adapter := self.served.get(name):
-            return adapter
-        raise UnknownModel(f"there is no adapter {name!r} here", field="lora_name")
 
     async def wait_idle(self, name: str, adapter: Adapter) -> None:
         """Returns when the last request of the adapter under this name has ended."""

@@ -1,4 +1,4 @@
-"""Serves one request from text to text: what every edge (gRPC, HTTP) calls.
+"""Serves one request of one model from text to text: what every edge (gRPC, HTTP) calls.
 
 Between edge and dispatcher: the prompt becomes tokens (router/prompts/text.py), the tokens of each
 answer become text (router/answers/answer.py), and times are measured (router/observe/ledger.py).
@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from baton.core.bounds import check_vocabulary
@@ -22,10 +21,10 @@ from baton.core.errors import (
     Internal,
     InvalidGrammar,
     InvalidRequest,
-    NotServed,
     PromptTooLong,
     TokenOutOfRange,
     Unavailable,
+    UnknownModel,
 )
 from baton.core.page_keys import PageNaming
 from baton.core.types import (
@@ -39,22 +38,21 @@ from baton.core.types import (
     Work,
 )
 from baton.router.answers.answer_events import Emit
-from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
+from baton.router.observe.ledger import AnswerLedger, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Demand, Trends
 from baton.router.placement.placer import Placer
 from baton.router.prompts.embedding_model import EmbeddingModel
 from baton.router.prompts.output_grammar import grammar_of
 from baton.router.prompts.text import Text, TokenizedPrompt
+from baton.router.requests.activity import ActiveRequests, Activity
 from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.admission import Admission
 from baton.router.requests.answering import Answering, AnswerTask, gather_all
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.requests.question_embedder import QuestionEmbedder
-from baton.router.response_cache.cache_store import StoreFailed
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.membership import Membership
-from baton.v1 import cluster_pb2
 
 GRAMMAR_SECONDS = 5.0
 """How long the check of a structure may take. Most take a millisecond."""
@@ -62,7 +60,7 @@ GRAMMAR_SECONDS = 5.0
 Result = TypeVar("Result")
 
 
-class Serving:
+class Serving(ActiveRequests):
     def __init__(
         self,
         text: Text,
@@ -70,10 +68,12 @@ class Serving:
         placer: Placer,
         config: RouterConfig,
         metrics: RouterMetrics,
+        activity: Activity,
         responses: CachedResponses | None = None,
         adapters: AdapterNames | None = None,
         embedding_model: EmbeddingModel | None = None,
     ) -> None:
+        super().__init__()
         self.text = text
         self.adapters = adapters or AdapterNames()
         self.embedding_model = embedding_model
@@ -84,16 +84,12 @@ class Serving:
         self._responses = responses
         self.admission = Admission(membership, placer, config, metrics)
         self.dispatcher = Dispatcher(membership, placer, self.admission, config, metrics)
-        self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
-        self.active = 0
+        self.activity = activity
+        self._threads = activity.threads
         metrics.active.set_function(lambda: self.active)
-        self.idle = asyncio.Event()  # set while nothing is active
-        self.idle.set()
-        self.finished = 0
-        self.ledgers = Ledgers()
         self.trends = Trends(metrics.tokens)
         self.demand = Demand()
-        self.draining = False  # no new requests are accepted
+        self.closed = False  # the model was removed
         self._answering = Answering(
             text, membership, self.dispatcher, metrics, self.trends, self.demand, responses
         )
@@ -112,7 +108,8 @@ class Serving:
         self.demand.arrive(request.n)
         self._check_capacity(request)
         outcome = "CANCELLED"
-        self._count(+request.n)
+        self.count(+request.n)
+        self.activity.count(+request.n)
         first = place * request.n
         entries = ledger.answers[first : first + request.n]
         try:
@@ -123,8 +120,9 @@ class Serving:
             outcome = error.reason if isinstance(error, BatonError) else Internal.reason
             raise
         finally:
-            self._count(-request.n)
-            self.finished += 1
+            self.count(-request.n)
+            self.activity.count(-request.n)
+            self.activity.finished += 1
             ledger.outcome = outcome
             self._metrics.requests.labels(outcome=outcome).inc()
             if any(entry.attempts for entry in entries):
@@ -138,13 +136,16 @@ class Serving:
         await gather_all([self.generate(each, ledger, emit, place) for place, each in places])
 
     def _check_capacity(self, request: Request) -> None:
-        if self.draining:
+        activity = self.activity
+        if self.closed:
+            raise UnknownModel(f"the model {request.model!r} was removed", field="model")
+        if activity.draining:
             raise Unavailable("this router is about to stop and accepts no new requests")
-        full = self.active + request.n > self._config.max_requests
+        full = activity.active + request.n > activity.limit
         if full and not self.admission.make_room(request.priority, request.tenant):
             self._metrics.requests.labels(outcome=Exhausted.reason).inc()
             raise Exhausted(
-                f"{self.active} requests are running already; try again later",
+                f"{activity.active} requests are running already; try again later",
                 retry_after=self.admission.retry_after,
             )
 
@@ -191,24 +192,6 @@ class Serving:
         if request.pooling is Pooling.ENCODER and self.embedding_model:
             return self.embedding_model.text, self.embedding_model.max_tokens + 1, None
         return self.text, self._membership.context_length(), self._membership.page_naming
-
-    async def clear_responses(self, tenant: str | None) -> int:
-        """Deletes a tenant's cached responses, or all. Returns how many."""
-        if self._responses is None:
-            raise NotServed("this router has no response cache: cache.responses is off")
-        return await self._responses.clear(tenant)
-
-    async def semantic_report(
-        self, false_hit_rate: float, same_answer: float
-    ) -> cluster_pb2.SemanticReportResponse:
-        """What the semantic cache would have answered, where it runs in the shadow."""
-        shadow = self._responses.shadow if self._responses else None
-        if shadow is None:
-            raise NotServed("this router records no shadow: cache.semantic is not shadow")
-        try:
-            return await shadow.report(false_hit_rate, same_answer)
-        except StoreFailed as error:
-            raise Unavailable(f"the report cannot be read: {error}") from error
 
     def _work(self, request: Request, prompt: TokenizedPrompt, context: int, grammar: str) -> Work:
         room = context - len(prompt.tokens)
@@ -257,13 +240,6 @@ class Serving:
         except TimeoutError:
             raise InvalidGrammar("the structure took too long to check", field="grammar") from None
         return answers.composed(grammars, request, special_id, thinking=thinking)
-
-    def _count(self, change: int) -> None:
-        self.active += change
-        if self.active:
-            self.idle.clear()
-        else:
-            self.idle.set()
 
 
 def _without_end_words(sampling: Sampling, eos_token_ids: frozenset[int]) -> Sampling:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from baton.core.config import CacheConfig
-from baton.core.errors import InvalidConfig, Unavailable
+from baton.core.errors import InvalidConfig, NotServed, Unavailable
 from baton.core.tasks import cancel_all
 from baton.router.answers.answer import CachedAnswer
 from baton.router.answers.answer_events import AnswerEvent, Emit
-from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.metrics import CacheMetrics
 from baton.router.response_cache.cache_store import (
     CacheStore,
     MemoryStore,
@@ -29,7 +29,7 @@ from baton.router.response_cache.response_keys import tenant_digest
 from baton.router.response_cache.semantic_cache import Inquiry, SemanticCache
 from baton.router.response_cache.shadow import Shadow
 from baton.router.response_cache.stored_response import FoundResponse, decode, encode
-from baton.v1 import inference_pb2
+from baton.v1 import cluster_pb2, inference_pb2
 
 HEAD_START_SECONDS = 0.001
 """Of a look-up before computing begins. uvloop's timers are no finer."""
@@ -42,7 +42,7 @@ class CachedResponses:
         self,
         store: CacheStore,
         seconds: float,
-        metrics: RouterMetrics,
+        metrics: CacheMetrics,
         semantic: SemanticCache | None = None,
     ) -> None:
         self._store = store
@@ -54,7 +54,7 @@ class CachedResponses:
 
     @classmethod
     def open(
-        cls, config: CacheConfig, metrics: RouterMetrics, embedder: bytes = b""
+        cls, config: CacheConfig, metrics: CacheMetrics, embedder: bytes = b""
     ) -> CachedResponses | None:
         """None when the configuration wants no cache. `embedder` is the embedding model's digest;
         empty where there is none."""
@@ -108,6 +108,17 @@ class CachedResponses:
             return await self._store.clear(None if tenant is None else tenant_digest(tenant))
         except StoreFailed as error:
             raise Unavailable(f"the response cache cannot be cleared: {error}") from error
+
+    async def report(
+        self, false_hit_rate: float, same_answer: float
+    ) -> cluster_pb2.SemanticReportResponse:
+        """What the semantic cache would have answered, where it runs in the shadow."""
+        if self.shadow is None:
+            raise NotServed("this router records no shadow: cache.semantic is not shadow")
+        try:
+            return await self.shadow.report(false_hit_rate, same_answer)
+        except StoreFailed as error:
+            raise Unavailable(f"the report cannot be read: {error}") from error
 
     async def settle(self) -> None:
         """Waits until all is stored, or failed to be."""

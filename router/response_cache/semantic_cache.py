@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from baton.core.config import CacheConfig
 from baton.core.errors import BatonError
 from baton.core.types import Request, Work
-from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.metrics import CacheMetrics
 from baton.router.response_cache.cache_store import ResponseKey, StoreFailed
 from baton.router.response_cache.redis_store import RedisStore
 from baton.router.response_cache.response_keys import Question, question_of
@@ -31,7 +31,7 @@ Embed = Callable[[str, Request], Coroutine[None, None, bytes]]
 
 class SemanticCache:
     def __init__(
-        self, store: RedisStore, config: CacheConfig, embedder: bytes, metrics: RouterMetrics
+        self, store: RedisStore, config: CacheConfig, embedder: bytes, metrics: CacheMetrics
     ) -> None:
         self.store = store
         self.questions = SimilarQuestions(store, config.semantic_questions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,8 +22,7 @@ from baton.core.errors import (
 from baton.core.tls import Identity
 from baton.core.types import Adapter, Role
 from baton.core.wire import adapter_from, adapter_to, is_role, role_from
-from baton.router.requests.adapter_names import AdapterNames
-from baton.router.requests.serving import Serving
+from baton.router.served_models import ServedModel, ServedModels
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 from baton.rpc import open_channel
@@ -46,8 +45,8 @@ class ControllerClient:
     address: str  # empty where the router follows no controller
     identity: Identity | None
 
-    async def follow(self, membership: Membership, adapters: AdapterNames) -> None:
-        """Follows the controller's membership, and its names of adapters, until cancelled.
+    async def follow(self, apply: Callable[[pb.Members], None]) -> None:
+        """Applies the controller's membership, now and after each change, until cancelled.
 
         While the controller cannot be reached the membership stays as it is: serving does not
         depend on it.
@@ -59,11 +58,7 @@ class ControllerClient:
                 try:
                     async for members in stub.Watch(pb.WatchRequest()):
                         logged = None
-                        membership.set_addresses(member.address for member in members.workers)
-                        membership.note_ended(members.ended_agents)
-                        membership.note_verdicts(members.verdicts)
-                        for named in members.adapters:
-                            adapters.name(named.name, adapter_of(named))
+                        apply(members)
                 except grpc.aio.AioRpcError as error:
                     if logged != error.details():
                         logged = error.details()
@@ -72,7 +67,7 @@ class ControllerClient:
                         )
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def report(self, router_id: str, serving: Serving, membership: Membership) -> None:
+    async def report(self, router_id: str, models: Callable[[], Iterable[ServedModel]]) -> None:
         """Reports traffic and load to the controller's planner once a second, until cancelled.
 
         A report that fails is dropped: the planner uses rates of what it received."""
@@ -80,11 +75,13 @@ class ControllerClient:
             stub = cluster_pb2_grpc.MembershipStub(channel)
             while True:
                 await asyncio.sleep(REPORT_SECONDS)
-                try:
-                    message = _report(router_id, serving, membership)
-                    await stub.Report(message, timeout=REPORT_CALL_SECONDS)
-                except grpc.aio.AioRpcError:
-                    serving.demand.drain()  # what came meanwhile would look like a burst
+                for model in models():
+                    try:
+                        message = _report(router_id, model)
+                        await stub.Report(message, timeout=REPORT_CALL_SECONDS)
+                    except grpc.aio.AioRpcError:
+                        # What came meanwhile would look like a burst.
+                        model.serving.demand.drain()
 
     async def scale(self, request: pb.ScaleRequest) -> pb.PoolsResponse:
         return await self._call(lambda control: control.Scale, request)
@@ -92,11 +89,17 @@ class ControllerClient:
     async def pools(self) -> pb.PoolsResponse:
         return await self._call(lambda control: control.Pools, pb.PoolsRequest())
 
-    async def plan(self) -> pb.PlanResponse:
-        return await self._call(lambda control: control.Plan, pb.PlanRequest())
+    async def plan(self, request: pb.PlanRequest) -> pb.PlanResponse:
+        return await self._call(lambda control: control.Plan, request)
+
+    async def add_model(self, request: pb.NamedModel) -> pb.AddModelResponse:
+        return await self._call(lambda control: control.AddModel, request)
+
+    async def remove_model(self, request: pb.RemoveModelRequest) -> pb.RemoveModelResponse:
+        return await self._call(lambda control: control.RemoveModel, request)
 
     async def switch_role(
-        self, membership: Membership, message: pb.SwitchRoleRequest
+        self, models: ServedModels, message: pb.SwitchRoleRequest
     ) -> pb.SwitchRoleResponse:
         """Switches a worker's role unless it is the last of its pool. Returns when it has switched.
 
@@ -105,7 +108,8 @@ class ControllerClient:
         if not is_role(message.role):
             raise InvalidRequest("the role must be prefill or decode", field="role")
         role = role_from(message.role)
-        link = membership.named(message.worker_id)
+        model, link = models.worker(message.worker_id)
+        membership = model.membership
         _check_switch(membership, link, role)
         if self.address:
             await self._call(lambda control: control.PermitSwitch, message)
@@ -119,24 +123,33 @@ class ControllerClient:
             drain_seconds=switched.drain_seconds, switch_seconds=switched.switch_seconds
         )
 
-    async def add_adapter(self, serving: Serving, name: str, folder: str) -> Adapter:
-        """Serves an adapter in all routers, once every worker has loaded it."""
-        adapter = await serving.adapters.read(name, folder)
-        await serving.dispatcher.try_adapter(adapter)
-        await self._name_adapter(name, adapter)
-        serving.adapters.name(name, adapter)
+    async def add_adapter(
+        self, models: ServedModels, name: str, folder: str, base: str = ""
+    ) -> Adapter:
+        """Serves an adapter of the model `base`, or of the only one, in all routers, once every
+        worker has loaded it."""
+        model = models.named(base)
+        adapters = model.serving.adapters
+        adapter = await adapters.read(name, folder)
+        models.check_free(name, but=model)
+        await model.serving.dispatcher.try_adapter(adapter)
+        await self._name_adapter(model, name, adapter)
+        adapters.name(name, adapter)
         return adapter
 
-    async def remove_adapter(self, serving: Serving, name: str) -> None:
+    async def remove_adapter(self, models: ServedModels, name: str) -> None:
         """Ends a name in all routers; waits for this one's requests under it."""
-        adapter = serving.adapters.known(name)
-        await self._name_adapter(name, None)
-        serving.adapters.name(name, None)
-        await serving.adapters.wait_idle(name, adapter)
+        model = models.of_adapter(name)
+        adapters = model.serving.adapters
+        adapter = adapters.served[name]
+        await self._name_adapter(model, name, None)
+        adapters.name(name, None)
+        await adapters.wait_idle(name, adapter)
 
-    async def _name_adapter(self, name: str, adapter: Adapter | None) -> None:
+    async def _name_adapter(self, model: ServedModel, name: str, adapter: Adapter | None) -> None:
         if self.address:
-            named = pb.NamedAdapter(name=name, adapter=adapter_to(adapter) if adapter else None)
+            held = adapter_to(adapter) if adapter else None
+            named = pb.NamedAdapter(name=name, adapter=held, model=model.name)
             await self._call(lambda control: control.NameAdapter, named)
 
     async def _call(
@@ -199,14 +212,27 @@ def _check_switch(membership: Membership, link: WorkerLink, role: Role) -> None:
 NO_CONTROLLER = ControllerClient("", None)
 
 
-def adapter_of(named: pb.NamedAdapter) -> Adapter | None:
-    return adapter_from(named.adapter) if named.HasField("adapter") else None
+def apply_members(members: pb.Members, model: ServedModel) -> None:
+    """What the controller says of one model."""
+    membership = model.membership
+    # Controllers before those of several models name none.
+    names = ("", model.name)
+    own = [worker.address for worker in members.workers if worker.model in names]
+    membership.set_addresses(own)
+    membership.note_ended(members.ended_agents)
+    membership.note_verdicts(members.verdicts)
+    for named in members.adapters:
+        if named.model in names:
+            adapter = adapter_from(named.adapter) if named.HasField("adapter") else None
+            model.serving.adapters.name(named.name, adapter)
 
 
-def _report(router_id: str, serving: Serving, membership: Membership) -> pb.RouterReport:
+def _report(router_id: str, model: ServedModel) -> pb.RouterReport:
+    serving, membership = model.serving, model.membership
     report, costs = serving.demand.drain(), serving.placer.costs.costs
     prefill, decode = list(membership.usable(Role.PREFILL)), list(membership.usable(Role.DECODE))
-    report.router_id = router_id
+    report.router_id, report.model = router_id, model.name
+    report.active_requests = serving.active
     report.step_costs.extend(costs.step)
     report.queued_seconds = costs.prefill.wait(sum(link.prompts.queued_tokens for link in prefill))
     report.queued_requests = serving.admission.queued

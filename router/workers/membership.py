@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from baton.core.config import Config
-from baton.core.errors import InvalidRequest
 from baton.core.page_keys import PageNaming
 from baton.core.tasks import cancel_all
 from baton.core.tls import node_identity
@@ -122,17 +121,7 @@ class Membership:
 
     def find(self, worker_id: str) -> WorkerLink | None:
         """The attached worker of that name."""
-        return self._names.get(worker_id)
-
-    def named(self, worker_id: str) -> WorkerLink:
-        """The same for a name that a person typed; raises when there is none."""
-        link = self.find(worker_id)
-        if link is None:
-            names = ", ".join(sorted(self._names)) or "none"
-            raise InvalidRequest(
-                f"no worker {worker_id!r} is attached; attached workers: {names}", field="worker_id"
-            )
-        return link
+        return self.names.get(worker_id)
 
     @property
     def page_naming(self) -> PageNaming | None:
@@ -165,7 +154,7 @@ class Membership:
         return link.fault or link.load.fault or link.sick or self.pairs.misfit_with_all(link)
 
     @property
-    def _names(self) -> dict[str, WorkerLink]:
+    def names(self) -> dict[str, WorkerLink]:
         """The first attached worker of each name."""
         if self._known_names is None:
             self._known_names = {}

@@ -83,7 +83,8 @@ class Process:
 
 
 class ProcessCluster:
-    """`prefill` + `decode` workers and a router, all serving `model`.
+    """`prefill` + `decode` workers and a router, all serving `model`; of several models, keys by
+    name, each has as many workers.
 
     `tree` is the YAML configuration; `per_worker` overrides it for single workers, and `before`
     prefixes their commands. The router follows a `controller` if its address is given, else it
@@ -92,7 +93,7 @@ class ProcessCluster:
 
     def __init__(
         self,
-        model: Path | str,
+        model: Path | str | dict[str, dict[str, object]],
         workspace: Path,
         *,
         prefill: int = 1,
@@ -107,7 +108,10 @@ class ProcessCluster:
         self._module = module
         self._workspace = workspace
         # In float32 a token does not depend on its batch, on any device.
-        self._tree: dict[str, object] = {"model": str(model), "dtype": "float32", **(tree or {})}
+        self._models = model if isinstance(model, dict) else {}
+        served = {"models": self._models} if self._models else {"model": str(model)}
+        self._tree: dict[str, object] = {**served, "dtype": "float32", **(tree or {})}
+        self._model_of: dict[str, str] = {}
         # Other load on the machine is other tests, not prompts of the same users.
         self._tree["decode"] = {"nice": 0, **self._section("decode")}
         self._per_worker = per_worker or {}
@@ -121,9 +125,11 @@ class ProcessCluster:
     def __enter__(self) -> ProcessCluster:
         self._workspace.mkdir(parents=True, exist_ok=True)
         try:
-            for role, count in self._counts.items():
-                for index in range(count):
-                    self.start_worker(role, index)
+            for place, model in enumerate(self._models or [""]):
+                for role, count in self._counts.items():
+                    for index in range(place * count, (place + 1) * count):
+                        self._model_of[f"{role.value}-{index}"] = model
+                        self.start_worker(role, index)
             self.start_router()
         except BaseException:
             for worker in self.workers.values():
@@ -151,6 +157,8 @@ class ProcessCluster:
         module = self._module or f"baton.{role.value}_worker"
         arguments = [module, "--config", config, "--name", name]
         ports = ["--port", str(port), "--metrics-port", "0"]
+        if model := self._model_of.get(name):
+            ports += ["--model", model]
         worker = Process(self._workspace, name, [*arguments, *ports], self._how(role, name))
         self.workers[name] = worker
         return worker
@@ -188,7 +196,13 @@ class ProcessCluster:
                 time.sleep(0.1)
 
     def start_router(self) -> None:
-        addresses = [worker.wait_for(r"ready on (\S+)") for worker in self.workers.values()]
+        addresses = self._addresses("")
+        members = {"members": {"workers": [] if self._controller else addresses}}
+        if self._models:
+            own = {name: {"workers": self._addresses(name)} for name in self._models}
+            members = {
+                "models": {name: {**self._models[name], "members": own[name]} for name in own}
+            }
         # Nearly every test needs a transfer, even for short prompts.
         defaults = {
             "port": 0,
@@ -201,7 +215,7 @@ class ProcessCluster:
             "router",
             {
                 "router": {**defaults, **self._section("router")},
-                "members": {"workers": [] if self._controller else addresses},
+                **members,
             },
         )
         arguments = ["baton.router", "--config", config, "--controller", self._controller]
@@ -212,13 +226,18 @@ class ProcessCluster:
         if self._wait_ready:
             self._wait_connected()
 
+    def _addresses(self, model: str) -> list[str]:
+        """Of a model's workers; of all without a name."""
+        own = (name for name in self.workers if model in ("", self._model_of.get(name)))
+        return [self.worker_address(name) for name in own]
+
     def _wait_connected(self) -> None:
         """Returns when every prefill worker can push to every decode worker."""
         deadline = time.monotonic() + START_SECONDS
         with self.client() as client:
             while True:
                 connected = sum(len(worker.connected) for worker in client.status().workers)
-                if connected >= math.prod(self._counts.values()):
+                if connected >= math.prod(self._counts.values()) * max(len(self._models), 1):
                     break
                 assert time.monotonic() < deadline, "workers did not connect"
                 time.sleep(0.02)

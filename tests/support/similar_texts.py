@@ -14,7 +14,7 @@ from baton.core.config import CacheConfig
 from baton.core.errors import Unavailable
 from baton.core.types import AttemptKey, ChatPrompt, FinishReason, Message, Request, Sampling, Work
 from baton.router.answers.answer import CachedAnswer
-from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.metrics import CacheMetrics
 from baton.router.requests.attempt import Tokens
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.response_cache.redis_store import RedisStore
@@ -48,7 +48,7 @@ class SemanticRouter:
     def __init__(self, url: str, **config: object) -> None:
         cache = CacheConfig(responses="semantic", redis=url, semantic_similarity=0.9)
         cache = dataclasses.replace(cache, **config)  # type: ignore[arg-type]
-        self.metrics = RouterMetrics()
+        self.metrics = CacheMetrics()
         self.store = RedisStore(url, cache.responses_seconds)
         semantic = SemanticCache(self.store, cache, EMBEDDER, self.metrics)
         self.semantic = semantic

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from baton.cli.app import app
 from baton.core.adapter_store import find_adapter
-from baton.core.errors import InvalidAdapter, InvalidRequest, UnknownModel
+from baton.core.errors import InvalidAdapter, InvalidRequest
 from baton.core.types import Adapter, AttemptKey, Request, Sampling, Work
 from baton.core.wire import work_from, work_to
 from baton.router.requests.adapter_names import AdapterNames
@@ -28,13 +28,6 @@ def names() -> AdapterNames:
     names = AdapterNames("base", ["/a"])
     names.name("sql", SQL)
     return names
-
-
-def test_a_name_is_an_adapter_or_the_model(names: AdapterNames) -> None:
-    assert names.find("sql") == SQL
-    assert names.find("base") is names.find("") is None
-    with pytest.raises(UnknownModel, match="no model 'code' here; this cluster serves 'base', 's"):
-        names.find("code")
 
 
 @pytest.mark.parametrize("name", ["", "base", "a b", "/a", "a/", "x" * 129, "a\n"])

@@ -216,7 +216,7 @@ async def test_a_keys_concurrency_limit_does_not_affect_others(door: Door) -> No
 @pytest.fixture
 def served(door: Door, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """The requests that are served."""
-    serving = door.server._serving
+    serving = door.server.models.named("").serving
     generate = serving.generate
     requests = []
 

@@ -188,7 +188,7 @@ async def test_an_admin_clears_a_tenants_answers(door: Door) -> None:
 
 async def test_hits_and_misses_are_counted(door: Door) -> None:
     def count(result: str) -> float:
-        metrics = door.server._metrics
+        metrics = door.server._cache_metrics
         return float(metrics.response_lookups.labels(result=result)._value.get())
 
     before = count("hit"), count("miss")

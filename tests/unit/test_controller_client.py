@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import cast
 
 import grpc
@@ -16,8 +18,10 @@ from baton.core.errors import Unavailable
 from baton.core.tasks import cancel_all
 from baton.core.types import Adapter
 from baton.router.requests.adapter_names import AdapterNames
+from baton.router.requests.serving import Serving
+from baton.router.served_models import ServedModel
 from baton.router.workers import controller_client
-from baton.router.workers.controller_client import ControllerClient
+from baton.router.workers.controller_client import ControllerClient, apply_members
 from baton.router.workers.membership import Membership
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc, worker_pb2
@@ -36,9 +40,9 @@ class Naming(cluster_pb2_grpc.MembershipServicer):
 
     async def Watch(self, message: pb.WatchRequest, context: object) -> AsyncIterator[pb.Members]:
         adapter = worker_pb2.Adapter(digest=b"digest", folder="/a")
-        yield pb.Members(adapters=[pb.NamedAdapter(name="sql", adapter=adapter)])
+        yield pb.Members(adapters=[pb.NamedAdapter(name="sql", adapter=adapter, model="base")])
         await self.removed.wait()
-        yield pb.Members(adapters=[pb.NamedAdapter(name="sql")])
+        yield pb.Members(adapters=[pb.NamedAdapter(name="sql", model="base")])
         await asyncio.Event().wait()
 
     def __init__(self) -> None:
@@ -59,14 +63,16 @@ async def test_a_router_follows_the_names_of_adapters() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     client = ControllerClient(f"127.0.0.1:{port}", None)
-    membership = cast(Membership, NoMembership())
-    following = asyncio.create_task(client.follow(membership, names))
+    serving = cast(Serving, SimpleNamespace(adapters=names))
+    model = ServedModel("base", serving, cast(Membership, NoMembership()))
+    apply = functools.partial(apply_members, model=model)
+    following = asyncio.create_task(client.follow(apply))
 
     async def is_served(*wanted: str) -> bool:
         return tuple(names.served) == wanted
 
     await until(lambda: is_served("sql"))
-    assert names.find("sql") == Adapter(b"digest", "/a")
+    assert names.served["sql"] == Adapter(b"digest", "/a")
     naming.removed.set()
     await until(is_served)
     await cancel_all(following)

@@ -37,12 +37,12 @@ def test_a_worker_asks_for_a_gpu_for_each_of_its_processes(
 
 def test_processes_share_the_gpus() -> None:
     config = Config(prefill=PrefillConfig(workers=2), decode=DecodeConfig(workers=2))
-    assert gpus_per_rank(config, 8, joined=False) == 1
-    assert gpus_per_rank(config, 1, joined=False) == 0.25
+    assert gpus_per_rank([config], 8, joined=False) == 1
+    assert gpus_per_rank([config], 1, joined=False) == 0.25
     # Not three quarters: three GPUs have no room for the fourth.
-    assert gpus_per_rank(config, 3, joined=False) == 0.5
-    assert gpus_per_rank(config, 0, joined=False) == 0
-    assert gpus_per_rank(Config(device="cpu"), 8, joined=False) == 0
+    assert gpus_per_rank([config], 3, joined=False) == 0.5
+    assert gpus_per_rank([config], 0, joined=False) == 0
+    assert gpus_per_rank([Config(device="cpu")], 8, joined=False) == 0
 
 
 def test_workers_that_share_a_gpu_share_its_memory_by_default() -> None:
@@ -56,20 +56,20 @@ def test_too_few_gpus_are_an_error_unless_the_cluster_can_grow() -> None:
     config = Config(
         prefill=PrefillConfig(tensor_parallel=2), decode=DecodeConfig(tensor_parallel=2)
     )
-    assert gpus_per_rank(config, 4, joined=False) == 1
+    assert gpus_per_rank([config], 4, joined=False) == 1
     with pytest.raises(InvalidConfig, match="the workers want 4 GPUs, and there are 2"):
-        gpus_per_rank(config, 2, joined=False)
-    assert gpus_per_rank(config, 2, joined=True) == 0.5
+        gpus_per_rank([config], 2, joined=False)
+    assert gpus_per_rank([config], 2, joined=True) == 0.5
 
 
 def test_a_cluster_without_gpus_may_start_when_their_number_is_configured() -> None:
     config = Config(device="cuda", prefill=PrefillConfig(gpus=1), decode=DecodeConfig(gpus=1))
-    share = gpus_per_rank(config, 0, joined=True)
+    share = gpus_per_rank([config], 0, joined=True)
     assert gpus_of(config, Role.PREFILL, share) == 1
     with pytest.raises(InvalidConfig, match="Ray sees no GPU"):
-        gpus_per_rank(config, 0, joined=False)
+        gpus_per_rank([config], 0, joined=False)
     with pytest.raises(InvalidConfig, match="say how many each worker wants"):
-        gpus_per_rank(Config(device="cuda"), 0, joined=True)
+        gpus_per_rank([Config(device="cuda")], 0, joined=True)
 
 
 def test_a_worker_that_switched_restarts_with_the_gpus_it_has() -> None:

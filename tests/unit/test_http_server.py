@@ -23,7 +23,7 @@ from waiting import until
 
 import baton
 from baton.core.api_keys import make_key, write_keys
-from baton.core.config import Config, TlsConfig
+from baton.core.config import Config, RouterConfig, TlsConfig
 from baton.core.errors import Exhausted, Internal, SlowReader, Unavailable
 from baton.core.types import Request
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
@@ -32,10 +32,12 @@ from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.http_app import HttpApp
 from baton.router.edges.http.http_server import HttpServer
-from baton.router.observe.ledger import Ledgers, RequestLedger
+from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
+from baton.router.requests.activity import Activity
 from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.serving import Serving
+from baton.router.served_models import ServedModel, ServedModels
 from baton.router.server import RouterServer
 from baton.router.workers.membership import Membership
 from baton.v1 import inference_pb2 as pb
@@ -53,10 +55,9 @@ class ScriptedServing:
     def __init__(
         self, *events: AnswerEvent | Exception, endless: bool = False, pause: float = 0.0
     ) -> None:
-        self.draining = False
+        self.activity = Activity(RouterConfig())
         self.active = 0
         self.ended_by: list[str] = []
-        self.ledgers = Ledgers()
         self.adapters = AdapterNames("tiny")
         self.embedding_model = None
         self.placer = SimpleNamespace(can_place=False)
@@ -91,7 +92,9 @@ async def served(
 ) -> AsyncIterator[str]:
     """The address of a server in front of `serving`, which asks for the keys in a file."""
     membership = cast(Membership, SimpleNamespace(context_length=lambda: 64))
-    context = EdgeContext(cast(Serving, serving), membership, KeyRing(keys), "tiny", reader_buffer)
+    models = ServedModels()
+    models.add(ServedModel("tiny", cast(Serving, serving), membership))
+    context = EdgeContext(models, serving.activity, KeyRing(keys), reader_buffer)
     overview = cast(RouterOverview, MagicMock())
     app = HttpApp(context, overview, CollectorRegistry(), cors_origins=origins)
     server = HttpServer(app.app, context.end_calls, TlsConfig())
@@ -310,7 +313,7 @@ async def test_a_call_in_progress_fails_when_the_router_stops(body: dict[str, ob
 @pytest.mark.parametrize("draining", [False, True])
 async def test_a_router_without_workers_is_healthy_and_not_ready(draining: bool) -> None:
     serving = ScriptedServing()
-    serving.draining = draining
+    serving.activity.draining = draining
     async with client_of(serving) as client:
         assert (await client.get("/health")).status_code == 200
         ready = await client.get("/ready")

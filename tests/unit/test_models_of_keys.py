@@ -64,7 +64,8 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     tree: dict[str, object] = {"batches": {"folder": str(folder / "batches")}}
     async with front_door(tree, keys=str(folder / "keys.yaml")) as server:
         for place, name in enumerate(ADAPTERS):
-            server._serving.adapters.name(name, Adapter(bytes([place]) * 16, "/nowhere"))
+            adapters = server.models.named("").serving.adapters
+            adapters.name(name, Adapter(bytes([place]) * 16, "/nowhere"))
         yield Door(server, {name: secret for name, (secret, _) in made.items()})
 
 

@@ -13,7 +13,7 @@ from waiting import until
 from baton.core.types import Adapter, AttemptKey, Caching, FinishReason, Request, Sampling, Work
 from baton.router.answers.answer import CachedAnswer
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
-from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.metrics import CacheMetrics
 from baton.router.requests.attempt import Tokens
 from baton.router.response_cache.cache_store import (
     ENTRY_BYTES,
@@ -73,7 +73,7 @@ async def test_whatever_decides_an_answer_is_in_its_key(
 async def test_ten_thousand_requests_of_twenty_tenants_cross_no_border() -> None:
     """Each tenant's answer to a question is a token of its own."""
     draw = random.Random(5)
-    cache = CachedResponses(MemoryStore(2**24, 60.0), 60.0, RouterMetrics())
+    cache = CachedResponses(MemoryStore(2**24, 60.0), 60.0, CacheMetrics())
     hits = 0
     for _ in range(10_000):
         tenant, question = draw.randrange(20), draw.randrange(100)
@@ -216,7 +216,7 @@ async def test_a_search_ends_with_the_first_token() -> None:
 
 async def test_only_a_fast_store_gets_a_head_start() -> None:
     store = MemoryStore(10_000, 60.0)
-    cache = CachedResponses(store, 60.0, RouterMetrics())
+    cache = CachedResponses(store, 60.0, CacheMetrics())
     assert cache.head_start == HEAD_START_SECONDS
     store.reply_seconds = HEAD_START_SECONDS
     assert cache.head_start == 0
@@ -236,7 +236,7 @@ async def test_cancelling_ends_both_sides() -> None:
 async def test_a_value_that_cannot_be_used_is_no_error(value: bytes) -> None:
     store = MemoryStore(2**16, 60.0)
     await store.put(key_of(0), value)
-    assert await CachedResponses(store, 60.0, RouterMetrics()).find(key_of(0)) is None
+    assert await CachedResponses(store, 60.0, CacheMetrics()).find(key_of(0)) is None
 
 
 def key_of(number: int, tenant: str = "") -> ResponseKey:

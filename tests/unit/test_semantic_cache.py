@@ -63,7 +63,7 @@ class Door:
         return "semantic" in answer.headers.get("x-baton-cache", "")
 
     def count(self, result: str) -> float:
-        return float(self.server._metrics.semantic_lookups.labels(result=result)._value.get())
+        return float(self.server._cache_metrics.semantic_lookups.labels(result=result)._value.get())
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -77,14 +77,14 @@ def ended(traceparent: str = "", outcome: str = "STOP") -> RequestLedger:
         tokens=1,
         finished=True,
     )
-    ledger = RequestLedger("r", now - 9.0, traceparent=traceparent)
+    ledger = RequestLedger("r", now - 9.0, traceparent=traceparent, model="tale")
     ledger.answers, ledger.outcome, ledger.ended = [answer], outcome, now
     ledger.arrived_at = time.time() - 9.0
     return ledger
 
 
 def test_a_request_is_a_trace_and_its_phases_are_spans(collector: Collector) -> None:
-    spans = Spans(f"http://127.0.0.1:{collector.server_port}/", "tale", "router-0")
+    spans = Spans(f"http://127.0.0.1:{collector.server_port}/", "router-0")
     spans.send(ended(CALLER))
     spans.close()
     by_name = {span.name: span for span in collector.spans}
@@ -103,7 +103,7 @@ def test_a_request_is_a_trace_and_its_phases_are_spans(collector: Collector) -> 
 def test_a_request_without_a_trace_begins_one_and_a_failed_one_is_an_error(
     collector: Collector,
 ) -> None:
-    spans = Spans(f"http://127.0.0.1:{collector.server_port}", "tale", "router-0")
+    spans = Spans(f"http://127.0.0.1:{collector.server_port}", "router-0")
     spans.send(ended(outcome="WORKER_LOST"))
     spans.close()
     [whole] = [span for span in collector.spans if span.name == "chat"]
@@ -125,4 +125,4 @@ def test_an_endpoint_without_the_libraries_is_refused_by_name(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(InvalidConfig, match=r"install baton-llm\[otlp\]"):
-        Spans("http://127.0.0.1:4318", "tale", "router-0")
+        Spans("http://127.0.0.1:4318", "router-0")

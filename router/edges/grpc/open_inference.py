@@ -14,6 +14,7 @@ from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.grpc.open_tensors import INPUTS, OUTPUTS, InferCall, add_output
 from baton.router.edges.grpc.servicers import caller_of, prepare
+from baton.router.served_models import ServedModel
 from baton.rpc import Context, public_error, unary
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import open_inference_pb2 as oip
@@ -37,19 +38,16 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
 
     @unary
     async def ServerReady(self, message: oip.ServerReadyRequest) -> oip.ServerReadyResponse:
-        return oip.ServerReadyResponse(ready=self._ready)
+        ready = self._context.can_place and not self._context.activity.draining
+        return oip.ServerReadyResponse(ready=ready)
 
     @unary
     async def ModelReady(
         self, message: oip.ModelReadyRequest, context: Context
     ) -> oip.ModelReadyResponse:
-        self._check(message.name, message.version, context)
-        return oip.ModelReadyResponse(ready=self._ready)
-
-    @property
-    def _ready(self) -> bool:
-        serving = self._context.serving
-        return serving.placer.can_place and not serving.draining
+        model = self._check(message.name, message.version, context)
+        ready = model.serving.placer.can_place and not self._context.activity.draining
+        return oip.ModelReadyResponse(ready=ready)
 
     @unary
     async def ServerMetadata(
@@ -61,10 +59,10 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
     async def ModelMetadata(
         self, message: oip.ModelMetadataRequest, context: Context
     ) -> oip.ModelMetadataResponse:
-        self._check(message.name, message.version, context)
+        model = self._check(message.name, message.version, context)
         tensor = oip.ModelMetadataResponse.TensorMetadata
         return oip.ModelMetadataResponse(
-            name=message.name or self._context.model,
+            name=message.name or model.name,
             versions=[VERSION],
             platform=NAME,
             inputs=[tensor(name=name, datatype=kind, shape=[1]) for name, kind in INPUTS.items()],
@@ -109,10 +107,11 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
                 await running.acquire()
                 requests.create_task(run(message))
 
-    def _check(self, name: str, version: str, context: Context) -> None:
-        self._context.find_adapter(name, caller_of(self._context.keys, context))
+    def _check(self, name: str, version: str, context: Context) -> ServedModel:
+        model = self._context.find_generating(name, caller_of(self._context.keys, context))
         if version not in ("", VERSION):
             raise UnknownModel(f"there is no version {version!r} of the model", field="version")
+        return model
 
     async def _answer(
         self, message: oip.ModelInferRequest, context: Context, write: Write, *, streams: bool
@@ -123,11 +122,10 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         if call.stream and not streams:
             raise InvalidRequest("a stream needs ModelStreamInfer", field="stream")
         call.message.model = message.model_name
-        caller, (request,), ledger = prepare(self._context, call.message, context, arrived)
+        caller, model, (request,), ledger = prepare(self._context, call.message, context, arrived)
         renderer = ResponseRenderer(call, request.model, message.id, request.n)
-        serving = self._context.serving
-        with caller.admit(request.n), serving.ledgers.keep(ledger):
-            generate = functools.partial(serving.generate, request, ledger)
+        with caller.admit(request.n), self._context.activity.ledgers.keep(ledger):
+            generate = functools.partial(model.serving.generate, request, ledger)
             async with buffered(generate, self._context.reader_buffer) as events:
                 async for event in events:
                     renderer.add(event)

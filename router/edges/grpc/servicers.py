@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -17,6 +17,7 @@ from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.errors import (
     BatonError,
     InvalidRequest,
+    NotServed,
     PermissionDenied,
 )
 from baton.core.types import MAX_MESSAGE_BYTES, Caching, Request
@@ -25,9 +26,12 @@ from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.embedding import EmbeddedInputs
 from baton.router.edges.grpc.protobuf import parse_embed, parse_prompt, parse_request, response
+from baton.router.followed_models import FollowedModels
 from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import CACHE_HEADER, RequestLedger
 from baton.router.observe.overview import RouterOverview
+from baton.router.requests.serving import Serving
+from baton.router.served_models import ServedModel
 from baton.rpc import Context, abort, to_status, unary
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_pb2, worker_pb2
 from baton.v1 import inference_pb2 as pb
@@ -56,22 +60,30 @@ def caller_of(keys: KeyRing, context: Context) -> Caller:
     return keys.caller(_metadata(context, "authorization"))
 
 
+class ParsedCall(NamedTuple):
+    caller: Caller
+    model: ServedModel
+    requests: list[Request]
+    ledger: RequestLedger
+
+
 def prepare(
     edge: EdgeContext,
     message: pb.GenerateRequest | pb.EmbedRequest,
     context: Context,
     arrived: float,
-) -> tuple[Caller, list[Request], RequestLedger]:
+) -> ParsedCall:
     """Who calls, and the requests with what the call adds to its message."""
     caller = caller_of(edge.keys, context)
+    model = edge.find(message.model, caller)
     if isinstance(message, pb.EmbedRequest):
         requests = parse_embed(message)
     else:
-        requests = [parse_request(message, edge.defaults)]
+        requests = [parse_request(message, model.defaults)]
     left = context.time_remaining()
     requests = [
         dataclasses.replace(
-            edge.addressed(request, message.model, caller),
+            model.addressed(request, message.model),
             cache_salt=caller.salt(request.cache_salt),
             tenant=caller.key.name,
             priority=caller.priority(request.priority),
@@ -89,23 +101,24 @@ def prepare(
         sum(request.n for request in requests),
         owner=caller.key.name,
         traceparent=_metadata(context, "traceparent"),
+        model=requests[0].model,
     )
-    return caller, requests, ledger
+    return ParsedCall(caller, model, requests, ledger)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, context: EdgeContext) -> None:
         self._context = context
-        self._serving = context.serving
 
     async def Generate(  # type: ignore[override]
         self, message: pb.GenerateRequest, context: Context
     ) -> None:
         arrived = time.monotonic()
         try:
-            caller, (request,), ledger = prepare(self._context, message, context, arrived)
-            with caller.admit(request.n), self._serving.ledgers.keep(ledger):
-                await self._answer(request, ledger, context)
+            call = prepare(self._context, message, context, arrived)
+            (request,), ledger = call.requests, call.ledger
+            with call.caller.admit(request.n), self._context.activity.ledgers.keep(ledger):
+                await self._answer(call.model.serving, request, ledger, context)
                 ledger.end()
                 timing = (time_breakdown.KEY, time_breakdown.trailer(ledger))
                 cache = ((CACHE_HEADER, ledger.cache_header),) if ledger.cache_header else ()
@@ -113,8 +126,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
 
-    async def _answer(self, request: Request, ledger: RequestLedger, context: Context) -> None:
-        generate = functools.partial(self._serving.generate, request, ledger)
+    async def _answer(
+        self, serving: Serving, request: Request, ledger: RequestLedger, context: Context
+    ) -> None:
+        generate = functools.partial(serving.generate, request, ledger)
         async with buffered(generate, self._context.reader_buffer) as buffer:
             async for event in buffer:
                 began = time.monotonic()
@@ -125,11 +140,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     @unary
     async def Embed(self, message: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         arrived = time.monotonic()
-        caller, requests, ledger = prepare(self._context, message, context, arrived)
+        caller, model, requests, ledger = prepare(self._context, message, context, arrived)
         dimensions = message.dimensions if message.HasField("dimensions") else None
         embedded = EmbeddedInputs(len(requests), dimensions, normalized=not message.unnormalized)
-        with caller.admit(len(requests)), self._serving.ledgers.keep(ledger):
-            await self._serving.generate_all(requests, ledger, embedded.collect)
+        with caller.admit(len(requests)), self._context.activity.ledgers.keep(ledger):
+            await model.serving.generate_all(requests, ledger, embedded.collect)
         return pb.EmbedResponse(
             embeddings=[pb.Embedding(values=vector) for vector in embedded.vectors()],
             model=requests[0].model,
@@ -144,39 +159,43 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return pb.ListModelsResponse(models=map(self._model, names))
 
     def _model(self, name: str) -> pb.Model:
-        embedding = self._serving.embedding_model
+        model = self._context.models.find(name)
+        embedding = model.embedding_model
         if embedding and name == embedding.name:
             size = embedding.text.vocabulary_size
             return pb.Model(name=name, context_length=embedding.max_tokens, vocabulary_size=size)
-        text, base = self._serving.text, self._context.model
+        text = model.serving.text
         return pb.Model(
             name=name,
-            context_length=self._context.membership.context_length(),
+            context_length=model.membership.context_length(),
             vocabulary_size=text.vocabulary_size,
             has_chat_template=text.has_chat_template,
-            parent="" if name == base else base,
+            parent="" if name == model.name else model.name,
         )
 
     @unary
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        self._context.find_adapter(message.model, caller_of(self._context.keys, context))
-        tokens, rendered = await self._serving.tokenize(parse_prompt(message))
+        model = self._context.find_generating(message.model, caller_of(self._context.keys, context))
+        tokens, rendered = await model.serving.tokenize(parse_prompt(message))
         return pb.TokenizeResponse(token_ids=tokens, rendered=rendered)
 
     @unary
     async def Detokenize(
         self, message: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        self._context.find_adapter(message.model, caller_of(self._context.keys, context))
-        text = await self._serving.decode(message.token_ids, message.keep_special_tokens)
+        model = self._context.find_generating(message.model, caller_of(self._context.keys, context))
+        text = await model.serving.decode(message.token_ids, message.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
 
 class AdminService(cluster_pb2_grpc.AdminServicer):
-    def __init__(self, context: EdgeContext, overview: RouterOverview) -> None:
+    def __init__(
+        self, context: EdgeContext, overview: RouterOverview, followed: FollowedModels
+    ) -> None:
         self._overview = overview
-        self._serving = context.serving
-        self._membership = context.membership
+        self._followed = followed
+        self._models = context.models
+        self._responses = context.responses
         self._controller = context.controller
         self._keys = context.keys
 
@@ -189,7 +208,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
 
     @unary
     async def Drain(self, message: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
-        link = self._membership.named(message.worker_id)
+        link = self._models.worker(message.worker_id)[1]
         drain = worker_pb2.Drain(restart=message.restart)
         link.send(worker_pb2.RouterMessage(drain=drain))
         return cluster_pb2.DrainResponse()
@@ -204,13 +223,13 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
 
     @unary
     async def Plan(self, message: cluster_pb2.PlanRequest) -> cluster_pb2.PlanResponse:
-        return await self._controller.plan()
+        return await self._controller.plan(message)
 
     @unary
     async def SwitchRole(
         self, message: cluster_pb2.SwitchRoleRequest
     ) -> cluster_pb2.SwitchRoleResponse:
-        return await self._controller.switch_role(self._membership, message)
+        return await self._controller.switch_role(self._models, message)
 
     @unary
     async def Timing(
@@ -224,18 +243,20 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
 
     @unary
     async def Diagnose(self, message: cluster_pb2.DiagnoseRequest) -> cluster_pb2.Diagnosis:
-        return self._overview.diagnosis()
+        return self._overview.diagnosis(message.model)
 
     @unary
     async def Trends(self, message: cluster_pb2.TrendsRequest) -> cluster_pb2.TrendsResponse:
-        return self._overview.trends()
+        return self._overview.trends(message.model)
 
     @unary
     async def ClearResponses(
         self, message: cluster_pb2.ClearResponsesRequest
     ) -> cluster_pb2.ClearResponsesResponse:
         tenant = message.tenant if message.HasField("tenant") else None
-        deleted = await self._serving.clear_responses(tenant)
+        if self._responses is None:
+            raise NotServed("this router has no response cache: cache.responses is off")
+        deleted = await self._responses.clear(tenant)
         return cluster_pb2.ClearResponsesResponse(responses=deleted)
 
     @unary
@@ -246,22 +267,36 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         for name, value in (("false_hit_rate", rate), ("same_answer", same)):
             if not 0 < value <= 1:
                 raise InvalidRequest(f"{name} must be above 0 and at most 1", field=name)
-        return await self._serving.semantic_report(rate, same)
+        if self._responses is None:
+            raise NotServed("this router records no shadow: cache.semantic is not shadow")
+        return await self._responses.report(rate, same)
 
     @unary
     async def AddAdapter(
         self, message: cluster_pb2.AddAdapterRequest
     ) -> cluster_pb2.AddAdapterResponse:
         add = self._controller.add_adapter
-        adapter = await add(self._serving, message.name, message.folder)
+        adapter = await add(self._models, message.name, message.folder, message.model)
         return cluster_pb2.AddAdapterResponse(digest=adapter.digest)
 
     @unary
     async def RemoveAdapter(
         self, message: cluster_pb2.RemoveAdapterRequest
     ) -> cluster_pb2.RemoveAdapterResponse:
-        await self._controller.remove_adapter(self._serving, message.name)
+        await self._controller.remove_adapter(self._models, message.name)
         return cluster_pb2.RemoveAdapterResponse()
+
+    @unary
+    async def AddModel(self, message: cluster_pb2.NamedModel) -> cluster_pb2.AddModelResponse:
+        """Loads it here first: a model that cannot be served is refused at once."""
+        return await self._controller.add_model(await self._followed.check(message))
+
+    @unary
+    async def RemoveModel(
+        self, message: cluster_pb2.RemoveModelRequest
+    ) -> cluster_pb2.RemoveModelResponse:
+        self._models.named(message.name)
+        return await self._controller.remove_model(message)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):

@@ -19,6 +19,7 @@ class LoadAdapterRequest(RequestModel):
     lora_path: ShortText = about(
         "A folder of PEFT or a hub's repository, as the configuration allows.", ...
     )
+    base_model_name: ShortText = about("Its model; needed where several are served.", "")
 
 
 class UnloadAdapterRequest(RequestModel):
@@ -26,16 +27,17 @@ class UnloadAdapterRequest(RequestModel):
 
 
 def adapter_routes(context: EdgeContext) -> list[Route]:
-    controller, serving = context.controller, context.serving
+    controller, models = context.controller, context.models
 
     async def load(http: HttpRequest) -> Response:
         body = await parse_body(http, LoadAdapterRequest.parse)
-        adapter = await controller.add_adapter(serving, body.lora_name, body.lora_path)
+        base = body.base_model_name
+        adapter = await controller.add_adapter(models, body.lora_name, body.lora_path, base)
         return json_response({"lora_name": body.lora_name, "digest": adapter.digest.hex()})
 
     async def unload(http: HttpRequest) -> Response:
         body = await parse_body(http, UnloadAdapterRequest.parse)
-        await controller.remove_adapter(serving, body.lora_name)
+        await controller.remove_adapter(models, body.lora_name)
         return json_response({"lora_name": body.lora_name, "removed": True})
 
     return [

@@ -45,6 +45,8 @@ from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import CACHE_HEADER, RequestLedger
+from baton.router.requests.serving import Serving
+from baton.router.served_models import ServedModel
 from baton.v1 import inference_pb2 as pb
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -222,10 +224,8 @@ class GenerationEndpoint(Generic[Body]):
         )
         try:
             caller: Caller = http.user
-            body, requests = await parse_body(
-                http,
-                lambda body: self._parse(body, request_id, caller),
-                self._context.check_model,
+            body, requests, model = await parse_body(
+                http, lambda body: self._parse(body, request_id, caller), self._context.find
             )
             caching = Caching.parse(http.headers.get("cache-control", ""))
             tenant, priority = caller.key.name, caller.priority(requests[0].priority)
@@ -249,12 +249,17 @@ class GenerationEndpoint(Generic[Body]):
                 answers,
                 owner=caller.key.name,
                 traceparent=http.headers.get("traceparent", ""),
+                model=requests[0].model,
             )
-            with caller.admit(answers), self._context.serving.ledgers.keep(ledger):
-                echoes = await self._echoes(body)
+            with caller.admit(answers), self._context.activity.ledgers.keep(ledger):
+                echoes = await self._echoes(body, model.serving)
                 renderer = self._render(body, requests, caller, echoes)
                 connection = scope["state"][CONNECTION]
-                call = _Call(self._context, requests, renderer, ledger, send, connection, error_of)
+                serving = model.serving
+                call = _Call(
+                    *(self._context, serving, requests, renderer),
+                    *(ledger, send, connection, error_of),
+                )
                 await _until_disconnect(receive, call.answer(stream=body.stream))
         except Cancelled:
             return
@@ -263,21 +268,22 @@ class GenerationEndpoint(Generic[Body]):
 
     def _parse(
         self, content: Json, request_id: str, caller: Caller
-    ) -> tuple[Body, tuple[Request, ...]]:
+    ) -> tuple[Body, tuple[Request, ...], ServedModel]:
         body = self._renderer.body_model.parse(content)
-        requests = body.requests(request_id, caller.salt, self._context.defaults)
-        return body, tuple(self._context.addressed(each, body.model, caller) for each in requests)
+        model = self._context.find(body.model, caller)
+        requests = body.requests(request_id, caller.salt, model.defaults)
+        return body, tuple(model.addressed(each, body.model) for each in requests), model
 
     def _render(
         self, body: Body, requests: Sequence[Request], caller: Caller, echoes: Sequence[str]
     ) -> AnswerRenderer[Body]:
         return self._renderer(body, requests, requests[0].model, echoes)
 
-    async def _echoes(self, body: Body) -> list[str]:
+    async def _echoes(self, body: Body, serving: Serving) -> list[str]:
         """The texts of the prompts, where they are echoed."""
         if not (isinstance(body, CompletionRequest) and body.echo):
             return []
-        decode = self._context.serving.decode
+        decode = serving.decode
         return [
             prompt if isinstance(prompt, str) else await decode(prompt, keep_special=True)
             for prompt in body.prompt
@@ -289,6 +295,7 @@ class _Call:
     """One call with a valid body. Records how long its writes take."""
 
     context: EdgeContext
+    serving: Serving
     requests: Sequence[Request]
     renderer: AnswerRenderer[Any]
     ledger: RequestLedger
@@ -313,7 +320,7 @@ class _Call:
 
     async def _generate(self, emit: Emit) -> None:
         """All answers to all prompts."""
-        await self.context.serving.generate_all(self.requests, self.ledger, emit)
+        await self.serving.generate_all(self.requests, self.ledger, emit)
 
     async def _stream(self, events: ClientBuffer) -> bytes:
         """Sends all but the last bytes of a stream, and returns these."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Callable, Collection
 from importlib import resources
 
@@ -126,7 +125,6 @@ class HttpApp:
         self._batches = BatchEndpoints(batches)
         self._overview = overview
         self._registry = registry
-        self._created = int(time.time())
         self._document = encode(document())
         routes = self._routes()
         self.batched = {each.path: each.app for each in routes if each.path in BATCH_ENDPOINTS}
@@ -168,13 +166,13 @@ class HttpApp:
             Route("/v1/models/{name:path}", answered(self._model, "model")),
             *adapter_routes(self._context),
             Route("/v1/cluster", _plain(lambda: to_json(self._overview.public_status()))),
-            Route("/v1/diagnosis", _plain(lambda: to_json(self._overview.diagnosis()))),
-            Route("/v1/trends", _plain(lambda: to_json(self._overview.trends()))),
+            Route("/v1/diagnosis", answered(self._diagnosis)),
+            Route("/v1/trends", answered(self._trends)),
             Route("/v1/requests", answered(self._recent)),
             Route("/v1/requests/{request_id:path}/timing", answered(self._timing)),
             Route("/tokenize", answered(self._tokenize), methods=["POST"]),
             Route("/detokenize", answered(self._detokenize, "tokens"), methods=["POST"]),
-            Route("/tokenizer_info", _plain(lambda: {**self._context.serving.text.tokenizer_info})),
+            Route("/tokenizer_info", answered(self._tokenizer_info)),
             Route("/health", _plain(lambda: {"status": "ok"})),
             Route("/ready", _plain(self._ready)),
             Route("/version", _plain(lambda: {"version": __version__})),
@@ -195,21 +193,34 @@ class HttpApp:
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        self._context.check_model(name, http.user)
+        self._context.find(name, http.user)
         return json_response(self._model_object(name))
 
     def _model_object(self, name: str) -> Json:
-        base, embedding = self._context.model, self._context.serving.embedding_model
+        served = self._context.models.find(name)
+        embedding = served.embedding_model
         embeds = embedding is not None and name == embedding.name
-        context = self._context.membership.context_length()
+        context = served.membership.context_length()
         model: Json = {
             "id": name,
             "object": "model",
-            "created": self._created,
+            "created": served.created,
             "owned_by": "baton",
             "max_model_len": embedding.max_tokens if embedding and embeds else context,
         }
-        return model if embeds or name == base else {**model, "parent": base}
+        return model if embeds or name == served.name else {**model, "parent": served.name}
+
+    async def _diagnosis(self, http: HttpRequest) -> Response:
+        model = http.query_params.get("model", "")
+        return json_response(to_json(self._overview.diagnosis(model)))
+
+    async def _trends(self, http: HttpRequest) -> Response:
+        model = http.query_params.get("model", "")
+        return json_response(to_json(self._overview.trends(model)))
+
+    async def _tokenizer_info(self, http: HttpRequest) -> Response:
+        model = self._context.find(http.query_params.get("model", ""), http.user)
+        return json_response({**model.serving.text.tokenizer_info})
 
     async def _recent(self, http: HttpRequest) -> Response:
         found = self._overview.recent(
@@ -223,31 +234,32 @@ class HttpApp:
         )
 
     async def _tokenize(self, http: HttpRequest) -> Response:
-        body = await parse_body(http, TokenizeRequest.parse, self._context.find_adapter)
-        tokenize = self._context.serving.tokenize
-        tokens, rendered = await tokenize(body.to_prompt(), body.add_special_tokens)
+        body = await parse_body(http, TokenizeRequest.parse, self._context.find_generating)
+        model = self._context.find(body.model, http.user)
+        tokens, rendered = await model.serving.tokenize(body.to_prompt(), body.add_special_tokens)
         answer: Json = {
             "tokens": tokens,
             "count": len(tokens),
-            "max_model_len": self._context.membership.context_length(),
+            "max_model_len": model.membership.context_length(),
         }
         return json_response({**answer, "rendered": rendered} if rendered else answer)
 
     async def _count_tokens(self, http: HttpRequest) -> Response:
-        body = await parse_body(http, CountTokensRequest.parse, self._context.find_adapter)
-        tokens, _ = await self._context.serving.tokenize(body.chat_prompt())
+        body = await parse_body(http, CountTokensRequest.parse, self._context.find_generating)
+        serving = self._context.find(body.model, http.user).serving
+        tokens, _ = await serving.tokenize(body.chat_prompt())
         return json_response({"input_tokens": len(tokens)})
 
     async def _detokenize(self, http: HttpRequest) -> Response:
-        request = await parse_body(http, DetokenizeRequest.parse, self._context.find_adapter)
-        decode = self._context.serving.decode
+        request = await parse_body(http, DetokenizeRequest.parse, self._context.find_generating)
+        decode = self._context.find(request.model, http.user).serving.decode
         text = await decode(request.tokens, request.keep_special_tokens, "tokens")
         return json_response({"prompt": text})
 
     def _ready(self) -> Json:
-        if self._context.serving.draining:
+        if self._context.activity.draining:
             raise Unavailable("this router is about to stop and takes no new requests")
-        if not self._context.serving.placer.can_place:
+        if not self._context.can_place:
             raise Unavailable("no workers are ready")
         return {"status": "ready"}
 

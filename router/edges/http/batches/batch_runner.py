@@ -158,7 +158,9 @@ class BatchRunner:
         try:
             async with asyncio.TaskGroup() as lines:
                 while line := await asyncio.to_thread(next, pending, None):
-                    turn = await self._spare.take(results.owner, f"batch_req_{uuid.uuid4().hex}")
+                    turn = await self._spare.take(
+                        results.owner, f"batch_req_{uuid.uuid4().hex}", line.model
+                    )
                     lines.create_task(self._run_line(results, line, turn))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -171,7 +173,7 @@ class BatchRunner:
                 answer = await self._spare.call(turn, self._call(results.owner, line, request_id))
                 if answer is None:
                     self._spare.leave(turn)
-                    turn = await self._spare.take(results.owner, request_id)
+                    turn = await self._spare.take(results.owner, request_id, line.model)
                 elif not answer[0] or answer[0] in TRANSIENT:
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)

@@ -9,6 +9,7 @@ time, and runs again later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.core.config import Config
+from baton.core.errors import InvalidRequest
 from baton.core.tasks import cancel_all
 from baton.core.types import Role
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.observe.ledger import AnswerLedger, RequestLedger
+from baton.router.served_models import ServedModel
 from baton.router.workers.link import WorkerLink
 
 TICK_SECONDS = 0.01
@@ -41,6 +44,7 @@ class Turn:
 
     owner: str
     request_id: str
+    model: str  # as the request names it
     granted: asyncio.Future[None]
     call: asyncio.Task[Any] | None = None
     ledger: RequestLedger | None = None  # of the call, once it has one
@@ -62,8 +66,8 @@ class Turn:
 
 class SpareCapacity:
     def __init__(self, context: EdgeContext, config: Config) -> None:
-        self._serving = context.serving
-        self._membership = context.membership
+        self._models = context.models
+        self._activity = context.activity
         # At most half of all requests: batches never make the router refuse others.
         self._limit = min(config.batches.max_requests, max(1, config.router.max_requests // 2))
         self._backlog = max(1, config.router.worker_backlog // 2)
@@ -71,9 +75,10 @@ class SpareCapacity:
         self._running: list[Turn] = []  # the oldest first
         self._yielded_at = 0.0
 
-    async def take(self, owner: str, request_id: str) -> Turn:
-        """Waits until a request may start, in order of calls. The caller leaves in the end."""
-        turn = Turn(owner, request_id, asyncio.get_running_loop().create_future())
+    async def take(self, owner: str, request_id: str, model: str) -> Turn:
+        """Waits until a request may start, in order of calls for its model. The caller leaves in
+        the end."""
+        turn = Turn(owner, request_id, model, asyncio.get_running_loop().create_future())
         self._waiting.append(turn)
         try:
             await turn.granted
@@ -103,43 +108,69 @@ class SpareCapacity:
             busy = self._running or self._waiting
             await asyncio.sleep(TICK_SECONDS if busy else IDLE_SECONDS)
             for turn in self._running:
-                turn.ledger = turn.ledger or self._serving.ledgers.find(turn.request_id, turn.owner)
+                ledgers = self._activity.ledgers
+                turn.ledger = turn.ledger or ledgers.find(turn.request_id, turn.owner)
             self._give_way()
-            while self._waiting and self._has_room():
-                turn = self._waiting.popleft()
-                if not turn.granted.done():  # or its batch was cancelled
-                    self._running.append(turn)
-                    turn.granted.set_result(None)
+            self._grant()
 
-    def _has_room(self) -> bool:
-        prefill = list(self._membership.usable(Role.PREFILL))
-        decode = list(self._membership.usable(Role.DECODE))
+    def _grant(self) -> None:
+        full: set[ServedModel] = set()
+        for turn in list(self._waiting):
+            model = self._find(turn)
+            # An unknown model's request ends with its error at once.
+            if model and (model in full or not self._has_room(model)):
+                full.add(model)
+                continue
+            self._waiting.remove(turn)
+            if not turn.granted.done():  # or its batch was cancelled
+                self._running.append(turn)
+                turn.granted.set_result(None)
+
+    def _find(self, turn: Turn) -> ServedModel | None:
+        with contextlib.suppress(InvalidRequest):
+            return self._models.find(turn.model)
+        return None
+
+    def _running_on(self, model: ServedModel) -> list[Turn]:
+        return [turn for turn in self._running if self._find(turn) is model]
+
+    def _has_room(self, model: ServedModel) -> bool:
+        prefill = list(model.membership.usable(Role.PREFILL))
+        decode = list(model.membership.usable(Role.DECODE))
         return (
             len(self._running) < self._limit
-            and not self._serving.draining
-            and self._serving.admission.queued == 0
+            and not self._activity.draining
+            and model.serving.admission.queued == 0
             # Those may find the same worker empty.
-            and sum(not turn.placed for turn in self._running) <= len(prefill)
+            and sum(not turn.placed for turn in self._running_on(model)) <= len(prefill)
             and any(len(link.prompts) < self._backlog for link in prefill or decode)
             and any(_is_spare(link) for link in decode)
         )
 
     def _give_way(self) -> None:
-        others = self._serving.active - sum(len(turn.answers) for turn in self._running)
         now = time.monotonic()
-        if others <= 0 or now < self._yielded_at + YIELD_SECONDS or not self._others_wait():
+        if now < self._yielded_at + YIELD_SECONDS:
             return
-        self._yielded_at = now
-        for turn in reversed(self._running):
-            if turn.call and not turn.call.done():
-                turn.yielded = turn.call.cancel()
-                return
+        for model in self._models:
+            turns = self._running_on(model)
+            others = model.serving.active - sum(len(turn.answers) for turn in turns)
+            if others > 0 and _others_wait(model, turns):
+                self._yielded_at = now
+                _yield_youngest(turns)
 
-    def _others_wait(self) -> bool:
-        """In the router, where requests of batches are counted too, or in a decode worker."""
-        own = sum(turn.queued for turn in self._running)
-        decode = self._membership.usable(Role.DECODE)
-        return self._serving.admission.queued > own or any(link.load.waiting for link in decode)
+
+def _others_wait(model: ServedModel, own: Sequence[Turn]) -> bool:
+    """In the router, where requests of batches are counted too, or in a decode worker."""
+    decode = model.membership.usable(Role.DECODE)
+    queued = sum(turn.queued for turn in own)
+    return model.serving.admission.queued > queued or any(link.load.waiting for link in decode)
+
+
+def _yield_youngest(turns: Sequence[Turn]) -> None:
+    for turn in reversed(turns):
+        if turn.call and not turn.call.done():
+            turn.yielded = turn.call.cancel()
+            return
 
 
 def _is_spare(decode: WorkerLink) -> bool:

@@ -2,15 +2,17 @@
 
 import { call, events } from "./api.js";
 import { count, element, time } from "./format.js";
+import { chosenModel } from "./models.js";
 
 /** Fills `message`: content, reasoning, id and figures. */
 export async function streamAnswer(message, messages, sampling, signal) {
   const began = performance.now();
+  const model = chosenModel() ? { model: chosenModel() } : {};
   message.figures = { began, tokens: 0 };
   const response = await call("v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
-    body: JSON.stringify({ messages, ...sampling, stream: true, stream_options: { include_usage: true } }),
+    body: JSON.stringify({ messages, ...model, ...sampling, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
   message.id = response.headers.get("x-request-id");

@@ -1,15 +1,16 @@
 // The topology: the router's queue, both pools with their workers, and transfers between them.
 
 import { age, count, element, share } from "./format.js";
+import { workersShown } from "./models.js";
 
 const TONES = { none: "good", idle: "good", prefill: "warn", decode: "warn", transfer: "warn", workers: "bad" };
 
 export function showCluster(status) {
-  document.getElementById("model").textContent = status.model;
+  const workers = workersShown(status);
   document.getElementById("uptime").textContent = `${status.router_id}, up ${age(status.uptime_seconds)}`;
-  const having = (role) => status.workers.filter((worker) => worker.member.role === role);
+  const having = (role) => workers.filter((worker) => worker.member.role === role);
   const [prefill, decode] = [having("prefill"), having("decode")];
-  const others = status.workers.filter((worker) => !prefill.includes(worker) && !decode.includes(worker));
+  const others = workers.filter((worker) => !prefill.includes(worker) && !decode.includes(worker));
   const moving = decode.reduce((sum, worker) => sum + worker.load.transfers, 0);
   document.getElementById("topology").replaceChildren(
     router(status), pool("Prefill", prefill), flow(moving), pool("Decode", decode),

@@ -4,6 +4,7 @@ import { get, router, useKey } from "./api.js";
 import { showTrends } from "./charts.js";
 import { startChat } from "./chat.js";
 import { showCluster, showDiagnosis } from "./cluster.js";
+import { modelQuery, showModels } from "./models.js";
 import { watchRouter } from "./offline.js";
 import { requestsWanted, showRequests, startRequests } from "./requests.js";
 import { showTimings } from "./waterfall.js";
@@ -14,8 +15,9 @@ const state = document.getElementById("state");
 
 async function look() {
   const [cluster, diagnosis, trends, requests] = await Promise.all([
-    get("v1/cluster"), get("v1/diagnosis"), get("v1/trends"), latest(),
+    get("v1/cluster"), get(`v1/diagnosis${modelQuery()}`), get(`v1/trends${modelQuery()}`), latest(),
   ]);
+  showModels(cluster);
   showCluster(cluster);
   showDiagnosis(diagnosis);
   showTrends(trends);

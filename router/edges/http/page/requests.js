@@ -44,7 +44,7 @@ function draw() {
 }
 
 function passes(request) {
-  const text = `${request.request_id} ${request.outcome || "in progress"} ${request.answers.map(workersOf).join(" ")}`.toLowerCase();
+  const text = `${request.request_id} ${request.model ?? ""} ${request.outcome || "in progress"} ${request.answers.map(workersOf).join(" ")}`.toLowerCase();
   const found = words.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
   return found && (!outcome.value || outcome.value === toneOf(request.outcome));
 }

@@ -17,6 +17,7 @@ from baton.router.edges.http.endpoint import GenerationEndpoint, answered, json_
 from baton.router.edges.http.responses.response_store import ResponseStore
 from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
 from baton.router.edges.http.responses.responses_request import ResponsesRequest
+from baton.router.served_models import ServedModel
 
 PATH = "/v1/responses"
 
@@ -28,13 +29,13 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
 
     def _parse(
         self, content: Json, request_id: str, caller: Caller
-    ) -> tuple[ResponsesRequest, tuple[Request, ...]]:
+    ) -> tuple[ResponsesRequest, tuple[Request, ...], ServedModel]:
         """With the conversation that the response follows."""
-        body, (request,) = super()._parse(content, request_id, caller)
+        body, (request,), model = super()._parse(content, request_id, caller)
         if not body.previous_response_id:
-            return body, (request,)
+            return body, (request,), model
         history = self._store.conversation(caller.key.name, body.previous_response_id)
-        return body, (dataclasses.replace(request, prompt=body.chat_prompt(history)),)
+        return body, (dataclasses.replace(request, prompt=body.chat_prompt(history)),), model
 
     def _render(
         self,

@@ -1,0 +1,135 @@
+"""The models of a cluster, saved before anything acts on a change.
+
+    named ─removed─▶ leaving ─no router has a request to it, its workers have ended─▶ forgotten
+
+A model is its name and its keys of the configuration; a cluster's first model may have none of its
+own. Routers and the controller make the same configuration of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import ray
+
+from baton.cluster import ray_session
+from baton.core import config as configs
+from baton.core import model_store
+from baton.core.config import Config
+from baton.core.errors import InvalidRequest, Unavailable
+from baton.v1 import cluster_pb2 as pb
+
+QUIET_SECONDS = 3.0
+"""Routers report once a second: after this time without requests, none has any left."""
+
+
+@dataclass(slots=True)
+class _Model:
+    config: Config
+    keys: str
+    removed_at: float | None = None
+    # When each router last reported requests to it.
+    busy_at: dict[str, float] = field(default_factory=dict)
+
+
+class ModelTable:
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._models: dict[str, _Model] = {}
+        self._changing = asyncio.Lock()
+        stored = ray_session.load_models()
+        for name, keys, removed in stored or _first_models(config):
+            self._models[name] = self._made(name, keys)
+            self._models[name].removed_at = clock() if removed else None
+
+    def _made(self, name: str, keys: str) -> _Model:
+        # Only a model without others has no keys of its own.
+        tree = json.loads(keys) if keys else None
+        config = self._config if tree is None else configs.model_config(self._config, name, tree)
+        return _Model(config, keys)
+
+    @property
+    def named(self) -> list[pb.NamedModel]:
+        """Those that are to be served."""
+        return [pb.NamedModel(name=name, keys=self._models[name].keys) for name in self.served]
+
+    @property
+    def served(self) -> list[str]:
+        return [name for name, model in self._models.items() if model.removed_at is None]
+
+    @property
+    def leaving(self) -> list[str]:
+        return [name for name, model in self._models.items() if model.removed_at is not None]
+
+    def config(self, name: str) -> Config:
+        return self._models[name].config
+
+    def check(self, name: str) -> str:
+        """The name of a served model: the given one, or without one the only one."""
+        if name in self.served:
+            return name
+        served = ", ".join(map(repr, self.served))
+        if name:
+            raise InvalidRequest(
+                f"there is no model {name!r} here; this cluster serves {served}", field="model"
+            )
+        if len(self.served) != 1:
+            raise InvalidRequest(f"several models are served; name one: {served}", field="model")
+        return self.served[0]
+
+    async def add(self, named: pb.NamedModel) -> Config:
+        made = self._made(named.name, named.keys)
+        async with self._changing:
+            if named.name in self._models:
+                how = "is served" if named.name in self.served else "is still being removed"
+                raise InvalidRequest(f"a model {named.name!r} {how}", field="name")
+            await self._save({**self._models, named.name: made})
+        return made.config
+
+    async def remove(self, name: str) -> None:
+        async with self._changing:
+            self.check(name)
+            if len(self.served) == 1:
+                raise InvalidRequest(
+                    f"{name!r} is the only model; add another one first, or stop the cluster",
+                    field="name",
+                )
+            removed = replace(self._models[name], removed_at=self._clock())
+            await self._save({**self._models, name: removed})
+
+    async def forget(self, name: str) -> None:
+        """Its last worker has ended."""
+        async with self._changing:
+            await self._save({key: each for key, each in self._models.items() if key != name})
+
+    def report(self, report: pb.RouterReport) -> None:
+        """What a router has of a model."""
+        if report.active_requests and report.model in self._models:
+            self._models[report.model].busy_at[report.router_id] = self._clock()
+
+    def is_idle(self, name: str) -> bool:
+        """Whether no router has requests to a removed model any more."""
+        model, now = self._models[name], self._clock()
+        assert model.removed_at is not None
+        busy_at = max(model.busy_at.values(), default=0.0)
+        return now >= model.removed_at + QUIET_SECONDS and now >= busy_at + QUIET_SECONDS
+
+    async def _save(self, models: dict[str, _Model]) -> None:
+        rows = [(name, each.keys, each.removed_at is not None) for name, each in models.items()]
+        try:
+            await asyncio.to_thread(ray_session.save_models, rows)
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"Ray's head cannot be reached: {error}") from error
+        self._models = models
+
+
+def _first_models(config: Config) -> list[tuple[str, str, bool]]:
+    return [
+        (model_store.model_name(each), configs.own_keys(config, each), False)
+        for each in configs.served_configs(config)
+    ]

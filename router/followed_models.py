@@ -1,0 +1,160 @@
+"""Keeps a router's models as the controller says.
+
+    named ─loaded─▶ served ─no longer named─▶ leaving: its requests run on ─idle─▶ closed
+
+A model whose keys have changed leaves and is loaded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+
+from baton.core import config as configs
+from baton.core import model_store
+from baton.core.adapter_store import resolve_adapter
+from baton.core.config import Config
+from baton.core.errors import BatonError, InvalidConfig, InvalidRequest
+from baton.core.tasks import cancel_all
+from baton.router.served_models import ServedModel, ServedModels, SharedParts
+from baton.router.workers.controller_client import apply_members
+from baton.v1 import cluster_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5.0
+
+
+class FollowedModels:
+    def __init__(
+        self,
+        config: Config,
+        models: ServedModels,
+        shared: SharedParts,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called when a model is added or removed, or its workers change."""
+        self._config = config
+        self._models = models
+        self._shared = shared
+        self._on_change = on_change
+        self._members = pb.Members()
+        self._leaving: list[ServedModel] = []
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def all(self) -> list[ServedModel]:
+        """Those that leave too."""
+        return [*self._models, *self._leaving]
+
+    async def load(self, config: Config, keys: str = "") -> ServedModel:
+        model = await ServedModel.load(config, self._shared, keys)
+        model.membership.listen(self._on_change)
+        return model
+
+    async def check(self, named: pb.NamedModel) -> pb.NamedModel:
+        """A model that could be served, with its places resolved: all processes load the same.
+        Raises InvalidRequest with why it cannot be."""
+        try:
+            return await self._checked(named)
+        except InvalidConfig as error:  # the caller's, here
+            raise InvalidRequest(error.message, field=error.field) from error
+
+    async def _checked(self, named: pb.NamedModel) -> pb.NamedModel:
+        self._models.check_free(named.name)
+        config = configs.model_config(self._config, named.name, parse_keys(named.keys))
+        keys = await asyncio.to_thread(_resolved_keys, config, parse_keys(named.keys))
+        resolved = pb.NamedModel(name=named.name, keys=json.dumps(keys))
+        model = await self._load_named(resolved)
+        await model.close()
+        self._shared.metrics.forget(named.name)
+        for name in model.names:
+            self._models.check_free(name)
+        return resolved
+
+    async def _load_named(self, named: pb.NamedModel) -> ServedModel:
+        config = configs.model_config(self._config, named.name, parse_keys(named.keys))
+        return await self.load(config, named.keys)
+
+    def apply(self, members: pb.Members) -> None:
+        """The controller's membership has changed."""
+        self._members = members
+        wanted = {named.name: named for named in members.models}
+        for model in self._models if wanted else ():
+            if model.name not in wanted or model.keys != wanted[model.name].keys:
+                self.remove(model.name)
+        served = {model.name for model in self._models}
+        for name in wanted.keys() - served - self._loading.keys():
+            self._loading[name] = asyncio.create_task(self._load_until_served(wanted[name]))
+        for name in self._loading.keys() - wanted.keys():
+            self._loading.pop(name).cancel()
+        for model in self.all:
+            apply_members(members, model)
+
+    def add(self, model: ServedModel) -> None:
+        """Serves it from now on, on the workers that are known."""
+        self._models.add(model)
+        apply_members(self._members, model)
+        self._on_change()
+
+    def remove(self, name: str) -> None:
+        """Ends the name; its requests run on."""
+        if model := self._models.remove(name):
+            self._leaving.append(model)
+            task = asyncio.create_task(self._see_off(model))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            self._on_change()
+
+    async def close(self) -> None:
+        await cancel_all(*self._loading.values(), *self._tasks)
+        for model in self.all:
+            await model.close()
+
+    async def _load_until_served(self, named: pb.NamedModel) -> None:
+        """Tries again after an error: a folder may not be there yet."""
+        while True:
+            if await self._loaded(named):
+                del self._loading[named.name]
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _loaded(self, named: pb.NamedModel) -> bool:
+        try:
+            model = await self._load_named(named)
+        except Exception:  # whatever it is, the other models are served
+            log.exception("cannot load the model %s", named.name)
+            return False
+        try:
+            self.add(model)
+        except BatonError as error:
+            log.error("cannot serve the model %s: %s", named.name, error.message)
+            await model.close()
+            return False
+        return True
+
+    async def _see_off(self, model: ServedModel) -> None:
+        await model.serving.idle.wait()
+        self._leaving.remove(model)
+        await model.close()
+        if all(other.name != model.name for other in self.all):
+            self._shared.metrics.forget(model.name)
+
+
+def _resolved_keys(config: Config, keys: dict[str, object]) -> dict[str, object]:
+    adapters = {name: resolve_adapter(place) for name, place in config.adapters.items()}
+    return {**keys, "model": model_store.resolve(config.model), "adapters": adapters}
+
+
+def parse_keys(keys: str) -> dict[str, object]:
+    """Of a model, as messages carry them."""
+    try:
+        tree = json.loads(keys)
+    except ValueError:
+        tree = None
+    if not isinstance(tree, dict):
+        raise InvalidRequest("the keys of a model are a JSON object", field="keys")
+    return tree

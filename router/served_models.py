@@ -1,0 +1,195 @@
+"""The models that a router serves, each with its own workers, wait queue, tokenizer and adapters.
+
+    a model's name ──────┐
+    an adapter's name ───┼─find─▶ ServedModel ─▶ Serving, Membership
+    the encoder's name ──┘
+
+Every edge finds models here. A removed name is unknown at once; its requests run on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from baton.core import model_store
+from baton.core.config import Config
+from baton.core.errors import InvalidRequest, UnknownModel
+from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults, read_defaults
+from baton.core.tasks import cancel_all
+from baton.core.types import Pooling, Request
+from baton.router.observe.metrics import MetricsByModel
+from baton.router.placement.placer import Placer
+from baton.router.prompts.embedding_model import EmbeddingModel
+from baton.router.prompts.text import Text
+from baton.router.requests.activity import Activity
+from baton.router.requests.adapter_names import AdapterNames
+from baton.router.requests.serving import Serving
+from baton.router.response_cache.cached_responses import CachedResponses
+from baton.router.workers.link import WorkerLink
+from baton.router.workers.membership import Membership
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What the models of a router share."""
+
+    router_id: str
+    activity: Activity
+    metrics: MetricsByModel
+    responses: CachedResponses | None = None
+    encoder: EmbeddingModel | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    name: str
+    serving: Serving
+    membership: Membership
+    defaults: GenerationDefaults = NO_DEFAULTS
+    keys: str = ""  # of the configuration, as the controller named them
+    created: int = field(default_factory=lambda: int(time.time()))
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @classmethod
+    async def load(cls, config: Config, shared: SharedParts, keys: str = "") -> ServedModel:
+        """Attaches to no worker yet."""
+        name, router = model_store.model_name(config), config.router
+        folder = await asyncio.to_thread(model_store.locate, config.model, weights=False)
+        text = await asyncio.to_thread(Text.load, folder, router.tool_format, router.reasoning)
+        defaults = read_defaults(folder, router.generation_config)
+        if str(defaults):
+            log.info("the defaults of %s for requests: %s", name, defaults)
+        adapters = AdapterNames(name, config.allowed_adapters)
+        for adapter, place in config.adapters.items():
+            adapters.name(adapter, await adapters.read(adapter, place))
+        membership = Membership(shared.router_id, name, config)
+        serving = Serving(
+            text,
+            membership,
+            Placer(membership, router),
+            router,
+            shared.metrics.of(name, membership.links),
+            shared.activity,
+            shared.responses,
+            adapters,
+            shared.encoder,
+        )
+        model = cls(name, serving, membership, defaults, keys)
+        if router.canary_seconds:
+            canary = serving.dispatcher.run_canary(router.canary_seconds)
+            model.tasks.append(asyncio.create_task(canary))
+        return model
+
+    @property
+    def embedding_model(self) -> EmbeddingModel | None:
+        return self.serving.embedding_model
+
+    @property
+    def names(self) -> list[str]:
+        """Its own, and those of its adapters."""
+        return [self.name, *self.serving.adapters.served]
+
+    def addressed(self, request: Request, name: str) -> Request:
+        """The request to what the name stands for here."""
+        embedding = self.embedding_model
+        if embedding and name == embedding.name:
+            return embedding.addressed(request)
+        pooling = Pooling.LAST if request.pooling is Pooling.ENCODER else request.pooling
+        adapter = self.serving.adapters.served.get(name)
+        return replace(request, model=name or self.name, adapter=adapter, pooling=pooling)
+
+    async def close(self) -> None:
+        self.serving.closed = True
+        await cancel_all(*self.tasks)
+        await self.membership.stop()
+
+
+class ServedModels:
+    def __init__(self) -> None:
+        self._served: dict[str, ServedModel] = {}
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(list(self._served.values()))
+
+    @property
+    def only(self) -> ServedModel | None:
+        """None where there are several, or none."""
+        return next(iter(self)) if len(self._served) == 1 else None
+
+    def add(self, model: ServedModel) -> None:
+        """Serves it from now on. Its names must be free."""
+        for name in model.names:
+            self.check_free(name)
+        self._served[model.name] = model
+
+    def check_free(self, name: str, *, but: ServedModel | None = None) -> None:
+        """Raises where another model than `but`, one of its adapters or the embedding model has
+        the name."""
+        for model in self:
+            embedding = model.embedding_model
+            if name == model.name or (embedding and name == embedding.name):
+                raise InvalidRequest(f"{name!r} is a model that is served", field="name")
+            if model is not but and name in model.serving.adapters.served:
+                raise InvalidRequest(f"{name!r} is an adapter of {model.name!r}", field="name")
+
+    def remove(self, name: str) -> ServedModel | None:
+        return self._served.pop(name, None)
+
+    def names(self, *, encoder: bool = True) -> list[str]:
+        """All that a request may give as its model."""
+        names = [name for model in self for name in model.names]
+        embedding = next((each.embedding_model for each in self), None) if encoder else None
+        return [*names, *([embedding.name] if embedding else ())]
+
+    def named(self, name: str, shown: Callable[[str], bool] = lambda _: True) -> ServedModel:
+        """The model of that name; the only one where the name is empty. The errors list those that
+        may be shown."""
+        if not name and self.only:
+            return self.only
+        if model := self._served.get(name):
+            return model
+        raise self._unknown(name, list(self._served), shown)
+
+    def find(
+        self, name: str, shown: Callable[[str], bool] = lambda _: True, *, encoder: bool = True
+    ) -> ServedModel:
+        """The same for the names of adapters and, with `encoder`, of the embedding model, too."""
+        for model in self:
+            embedding = model.embedding_model if encoder else None
+            if name in model.serving.adapters.served or (embedding and name == embedding.name):
+                return model
+        if name in self._served or (not name and self.only):
+            return self.named(name)
+        raise self._unknown(name, self.names(encoder=encoder), shown)
+
+    def of_adapter(self, name: str) -> ServedModel:
+        """The model that an adapter belongs to."""
+        for model in self:
+            if name in model.serving.adapters.served:
+                return model
+        raise UnknownModel(f"there is no adapter {name!r} here", field="lora_name")
+
+    def worker(self, worker_id: str) -> tuple[ServedModel, WorkerLink]:
+        """An attached worker and its model; raises where there is none."""
+        for model in self:
+            if link := model.membership.find(worker_id):
+                return model, link
+        names = ", ".join(sorted(name for model in self for name in model.membership.names))
+        raise InvalidRequest(
+            f"no worker {worker_id!r} is attached; attached workers: {names or 'none'}",
+            field="worker_id",
+        )
+
+    def _unknown(self, name: str, names: list[str], shown: Callable[[str], bool]) -> InvalidRequest:
+        served = ", ".join(map(repr, filter(shown, names)))
+        if not name:
+            return InvalidRequest(f"several models are served; name one: {served}", field="model")
+        return UnknownModel(
+            f"there is no model {name!r} here; this cluster serves {served}", field="model"
+        )
