@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a folder or a GGUF file")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--quantization", choices=["none", "int8", "fp8"], default="none")
+    parser.add_argument("--quantization", choices=["none", "int8", "int4", "fp8"], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "int8"], default="auto")
     options = parser.parse_args()
     folder = model_store.locate(options.model)

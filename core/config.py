@@ -140,9 +140,9 @@ class Config:
         " a GPU yet.",
         "--speculation",
     )
-    quantization: Literal["none", "int8", "fp8"] = key(
+    quantization: Literal["none", "int8", "int4", "fp8"] = key(
         "none",
-        "Quantizes layers' weights while they are loaded: int8 on CPUs, fp8 on GPUs"
+        "Quantizes layers' weights while they are loaded: int8 or int4 on CPUs, fp8 on GPUs"
         " (docs/MODELS.md).",
         "--quantization",
     )

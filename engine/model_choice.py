@@ -17,7 +17,7 @@ from baton.engine.model_config import read_stated
 from baton.kernels import SCALE_BYTES
 
 EngineChoice = Literal["auto", "native", "transformers"]
-WeightQuantization = Literal["none", "int8", "fp8"]
+WeightQuantization = Literal["none", "int8", "int4", "fp8"]
 """Of a model's weights when they are loaded."""
 
 KvDtype = Literal["auto", "int8"]
@@ -106,10 +106,10 @@ def _obstacle(
 ) -> str | None:
     if not isinstance(model, Architecture):
         return "a model that runs through transformers cannot be quantized"
-    if quantization == "int8":
-        return "GPUs have fp8, not int8" if device.startswith("cuda") else None
+    if quantization != "fp8":
+        return f"GPUs have fp8, not {quantization}" if device.startswith("cuda") else None
     if device == "cpu":
-        return "CPUs have int8, not fp8"
+        return "CPUs have int8 and int4, not fp8"
     if dtype not in ("auto", "bfloat16"):
         return f"fp8 needs dtype bfloat16, not {dtype}"
     return "experts are not quantized on GPUs yet" if model.routing else None

@@ -65,7 +65,7 @@ def measure(folder: Path, device: str, **kept: Any) -> Quality:
     after the other."""
     exam = make_exam(folder)
     reference, scores = (
-        _score_loaded(folder, exam.tokens, device=device, **options)
+        score_loaded(folder, exam.tokens, device=device, **options)
         for options in ({"dtype": "float32"}, kept)
     )
     return compare(exam, scores, reference)
@@ -96,7 +96,7 @@ def make_exam(folder: Path) -> Exam:
     return Exam(tokens, story, numbers)
 
 
-def _score_loaded(folder: Path, tokens: list[int], **options: Any) -> list[Logprobs]:
+def score_loaded(folder: Path, tokens: list[int], **options: Any) -> list[Logprobs]:
     engine = Engine.load(folder, kv_memory=KV_MEMORY, **options)
     if len(tokens) >= engine.context_length:
         raise InvalidConfig(

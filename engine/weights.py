@@ -25,7 +25,7 @@ from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear, Sum
 from baton.kernels.attention import Scoring
 from baton.kernels.experts import MLP, NO_BIASES, ExpertBiases, Experts
 from baton.kernels.latent import LatentHeads
-from baton.kernels.linear import GatedLinear, HeadLinear, Linear, RMSNorm, describe_int8
+from baton.kernels.linear import GatedLinear, HeadLinear, Linear, RMSNorm, describe_integers
 from baton.kernels.routing import Routing
 
 Name = TypeVar("Name")
@@ -66,7 +66,7 @@ def describe_quantization(quantization: WeightQuantization, dtype: str) -> str:
     """Which code multiplies the weights, or what they lose."""
     if quantization == "fp8":
         return "; a small model loses by fp8 (baton doctor --quality)"
-    return f"; int8 weights {describe_int8(dtype)}" if quantization == "int8" else ""
+    return "" if quantization == "none" else f"; {quantization} weights {describe_integers(dtype)}"
 
 
 def separate_pairs(pairs: Tensor) -> Tensor:

@@ -5,4 +5,4 @@ has the Triton kernels.
 """
 
 SCALE_BYTES = 4
-"""Of the float32 scale behind the int8 codes of a key or value (kernels/int8.py)."""
+"""Of the float32 scale behind the int8 codes of a key or value (kernels/integers.py)."""

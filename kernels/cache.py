@@ -3,7 +3,7 @@
 The memory is [page, layer, k/v, token, kv_head, dim], so a page is contiguous for a transfer.
 k/v are two: keys, then values. Or one: a latent, which is the only key head, and whose first
 numbers are the value. In int8, dim has the codes of a head's numbers and then the bytes of their
-scale (kernels/int8.py): what moves pages, or heads of them, moves both.
+scale (kernels/integers.py): what moves pages, or heads of them, moves both.
 
 A layer reads and writes the memory as rows: its views start at its own offset, so the same row
 indices, made once per step, serve every layer of a slice (engine/layer_slices.py).
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.kernels import SCALE_BYTES
 from baton.kernels.cpu import compiler
-from baton.kernels.int8 import head_codes, head_numbers
+from baton.kernels.integers import head_codes, head_numbers
 from baton.kernels.linear import RMSNorm
 
 Norms = tuple[RMSNorm | None, RMSNorm | None]

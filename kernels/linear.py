@@ -16,7 +16,12 @@ from torch.nn import functional
 
 from baton.kernels.cpu import compiler
 from baton.kernels.fp8 import Fp8Weight, fp8_product, quantize_to_fp8
-from baton.kernels.int8 import Int8Weight, int8_product, quantize_weight
+from baton.kernels.integers import (
+    IntegerWeight,
+    integer_product,
+    quantize_to_int4,
+    quantize_to_int8,
+)
 
 if TYPE_CHECKING:
     from baton.kernels.cpu.panels import Panels
@@ -27,11 +32,13 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 changes what the gate multiplies: gate / (1 + exp(-SWIGLU_ALPHA gate)) * (up + 1), with the gate
 clamped from above and up from both sides."""
 
-WeightCodes = Literal["int8", "fp8"]
-"""What a weight may be kept as: int8 on CPUs (kernels/int8.py), FP8 on GPUs (kernels/fp8.py)."""
+WeightCodes = Literal["int8", "int4", "fp8"]
+"""What a weight may be kept as: integers on CPUs (kernels/integers.py), FP8 on GPUs
+(kernels/fp8.py)."""
 
-QUANTIZE: dict[WeightCodes, Callable[[Tensor], Int8Weight | Fp8Weight]] = {
-    "int8": quantize_weight,
+QUANTIZE: dict[WeightCodes, Callable[[Tensor], IntegerWeight | Fp8Weight]] = {
+    "int8": quantize_to_int8,
+    "int4": quantize_to_int4,
     "fp8": quantize_to_fp8,
 }
 
@@ -80,7 +87,7 @@ class _Product:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
-        self._codes: Int8Weight | Fp8Weight | None = None
+        self._codes: IntegerWeight | Fp8Weight | None = None
 
     @property
     def kept(self) -> Tensor | Fp8Weight:
@@ -215,12 +222,12 @@ def _plus(numbers: Tensor, more: Tensor | None) -> Tensor:
     return numbers if more is None else numbers + more
 
 
-def _product_of_codes(x: Tensor, codes: Int8Weight | Fp8Weight) -> Tensor:
+def _product_of_codes(x: Tensor, codes: IntegerWeight | Fp8Weight) -> Tensor:
     """x @ weight.T, in float32."""
-    return int8_product(x, codes) if isinstance(codes, Int8Weight) else fp8_product(x, codes)
+    return integer_product(x, codes) if isinstance(codes, IntegerWeight) else fp8_product(x, codes)
 
 
-def _panels(weight: Tensor | Int8Weight | Fp8Weight, bias: Tensor | None) -> Panels | None:
+def _panels(weight: Tensor | IntegerWeight | Fp8Weight, bias: Tensor | None) -> Panels | None:
     if isinstance(weight, Fp8Weight) or not compiler.suits(weight.dtype, weight.device):
         return None
     from baton.kernels.cpu.panels import Panels, suits  # imports llvmlite
@@ -228,8 +235,8 @@ def _panels(weight: Tensor | Int8Weight | Fp8Weight, bias: Tensor | None) -> Pan
     return Panels(weight, bias) if suits(weight) else None
 
 
-def describe_int8(dtype: str) -> str:
-    """Which code multiplies int8 weights in this process, with rows of that type."""
+def describe_integers(dtype: str) -> str:
+    """Which code multiplies integer weights in this process, with rows of that type."""
     if not compiler.available() or dtype == "float16":
         return "multiplied by torch, slower than unquantized ones"
     dot = "the CPU's dot products" if compiler.has_dot() else "no dot products in the CPU"

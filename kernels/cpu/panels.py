@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.cpu import amx, compiler, int8_product
+from baton.kernels.cpu import amx, compiler, integer_product
 from baton.kernels.cpu.compiler import AVX2
 from baton.kernels.cpu.product import (
     GATES,
@@ -20,18 +20,18 @@ from baton.kernels.cpu.product import (
     library,
 )
 from baton.kernels.cpu.vectors import element_of
-from baton.kernels.int8 import Int8Weight
+from baton.kernels.integers import IntegerWeight
 from baton.kernels.linear import Activation, RMSNorm
 
 FEW_ROWS = 16
 """Rows that one thread lays out before a second could start."""
 
 
-def host_tile(weight: Tensor | Int8Weight) -> Tile:
+def host_tile(weight: Tensor | IntegerWeight) -> Tile:
     """The tile that fills this CPU's registers."""
     registers, element = compiler.registers(), element_of(weight.dtype)
-    if isinstance(weight, Int8Weight):
-        return Tile(*int8_product.tile_sizes(), element, codes=True)
+    if isinstance(weight, IntegerWeight):
+        return Tile(*integer_product.tile_sizes(), element, bits=weight.bits)
     if weight.dtype == torch.bfloat16 and weight.shape[1] % amx.INPUTS == 0 and compiler.has_amx():
         return Tile(amx.LANES, amx.ROWS, element, amx=True)
     return Tile(registers.lanes, 4 if registers.number == AVX2.number else 8, element)
@@ -52,9 +52,9 @@ class Panels:
         "_tile",
     )
 
-    def __init__(self, weight: Tensor | Int8Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | IntegerWeight, bias: Tensor | None) -> None:
         self._tile = host_tile(weight)
-        outputs, inputs = (weight.codes if isinstance(weight, Int8Weight) else weight).shape
+        outputs, inputs = (weight.codes if isinstance(weight, IntegerWeight) else weight).shape
         # A weight of fewer outputs than a panel has is filled up.
         self._missing = max(0, self._tile.panel - outputs)
         if self._missing:
@@ -151,10 +151,10 @@ class Panels:
         )
 
 
-def suits(weight: Tensor | Int8Weight) -> bool:
+def suits(weight: Tensor | IntegerWeight) -> bool:
     """Whether compiled code supports weights of this shape."""
-    if isinstance(weight, Int8Weight):
-        return int8_product.suits(weight)
+    if isinstance(weight, IntegerWeight):
+        return integer_product.suits(weight)
     outputs, inputs = weight.shape
     return outputs > 0 and inputs > 0 and inputs % INPUTS_PER_TURN == 0
 
@@ -170,17 +170,16 @@ def _cut(panels: int, rows: int, panel: int, block: int, threads: int) -> tuple[
     return each, max(1, -(-blocks // parts)) * block
 
 
-def _filled_up(weight: Tensor | Int8Weight, missing: int) -> Tensor | Int8Weight:
-    if not isinstance(weight, Int8Weight):
+def _filled_up(weight: Tensor | IntegerWeight, missing: int) -> Tensor | IntegerWeight:
+    if not isinstance(weight, IntegerWeight):
         return functional.pad(weight, (0, 0, 0, missing))
-    codes = functional.pad(weight.codes, (0, 0, 0, missing))
-    return Int8Weight(codes, functional.pad(weight.scales, (0, 0, 0, missing)), weight.dtype)
+    return weight.changed(lambda each: functional.pad(each, (0, 0, 0, missing)))
 
 
-def _packed(weight: Tensor | Int8Weight, tile: Tile) -> Tensor:
+def _packed(weight: Tensor | IntegerWeight, tile: Tile) -> Tensor:
     """[outputs, inputs] -> [panels, inputs, panel]; the last panel holds the last outputs."""
-    if isinstance(weight, Int8Weight):
-        return int8_product.packed(weight, tile.panel)
+    if isinstance(weight, IntegerWeight):
+        return integer_product.packed(weight, tile.panel)
     (outputs, inputs), panel = weight.shape, tile.panel
     whole = outputs // panel
     if tile.amx:

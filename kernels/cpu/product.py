@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from llvmlite import ir
 
-from baton.kernels.cpu import amx, int8_product
+from baton.kernels.cpu import amx, integer_product
 from baton.kernels.cpu.compiler import NEON, Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
@@ -41,6 +41,7 @@ from baton.kernels.cpu.vectors import (
     rounded,
     transposed,
 )
+from baton.kernels.integers import Bits
 from baton.kernels.linear import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 VECTORS = 3
@@ -67,7 +68,7 @@ class Tile:
     rows: int  # of a block; of numbers, a multiple of QUAD
     element: ir.Type  # of x, weights and results
     amx: bool = False  # sums are in tile registers (amx.py)
-    codes: bool = False  # x and weights are codes (int8_product.py)
+    bits: Bits | None = None  # of weights that are codes, as x is (integer_product.py)
 
     @property
     def panel(self) -> int:
@@ -79,15 +80,15 @@ class Tile:
 
     @property
     def weight_element(self) -> ir.Type:
-        return LANE if self.codes else self.element
+        return LANE if self.bits else self.element
 
     def block_depth(self, inputs: Size) -> Size:
         """Elements of a row in a block."""
-        return int8_product.block_depth(inputs) if self.codes else inputs
+        return integer_product.block_depth(inputs, self.bits) if self.bits else inputs
 
     def panel_depth(self, inputs: Size) -> Size:
         """Elements of an output in a panel."""
-        return int8_product.panel_depth(inputs) if self.codes else inputs
+        return integer_product.panel_depth(inputs, self.bits) if self.bits else inputs
 
 
 class ProductArguments(ctypes.Structure):
@@ -157,8 +158,8 @@ def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
 
 def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function:
     """The first rows of a tile: (block, inputs, panel, addend, its stride, out, its stride)"""
-    if tile.codes:
-        return int8_product.part_code(module, rows, VECTORS, tile.element, result)
+    if tile.bits:
+        return integer_product.part_code(module, rows, VECTORS, tile.element, result, tile.bits)
     types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"tile_{result}_{rows}", types, lanes=tile.lanes)
     block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
@@ -222,8 +223,9 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
 
 def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
     """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
-    if tile.codes:
-        return int8_product.block_code(module, tile.element, single=single, normed=normed)
+    if tile.bits:
+        kind = (tile.element, tile.bits)
+        return integer_product.block_code(module, *kind, single=single, normed=normed)
     name = f"block{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments

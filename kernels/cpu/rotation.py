@@ -1,5 +1,5 @@
 """Compiled code that normalizes queries and keys, rotates them by their positions, and stores
-keys and values, as they are or as codes (kernels/int8.py).
+keys and values, as they are or as codes (kernels/integers.py).
 
 A pair of neighbouring numbers is complex: (a, b) rotated by (c, s) is
 (a * c - b * s, b * c + a * s). Every number is computed from its own head's alone, or, if the
@@ -19,11 +19,11 @@ from torch import Tensor
 from baton.kernels import SCALE_BYTES
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import Library
-from baton.kernels.cpu.int8_product import factor_and_scale
+from baton.kernels.cpu.integer_product import factor_and_scale
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.norm import inverse_root
 from baton.kernels.cpu.vectors import CODE, FLOAT, Floats, element_of, vector_of
-from baton.kernels.int8 import MOST
+from baton.kernels.integers import MOST
 from baton.kernels.linear import RMSNorm
 
 if TYPE_CHECKING:

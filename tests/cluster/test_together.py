@@ -75,7 +75,7 @@ class Drawn:
         event = EVENTS[seed % len(EVENTS)]
         requests = _requests(draw)
         tree["speculation"] = draw.choice(["off", "ngram"])
-        tree["quantization"] = draw.choice(["int8", "none", "int8"]) if not split else "none"
+        tree["quantization"] = draw.choice(["int8", "none", "int4"]) if not split else "none"
         if draw.random() < 0.7 and "deepseek" not in family:
             requests = [(*each[:2], "lora" * draw.randrange(2)) for each in requests]
         coded = draw.choice(["int8", "int8", "auto"])

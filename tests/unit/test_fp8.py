@@ -94,7 +94,7 @@ def test_products_match_the_reference(
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"device": "cpu"}, "CPUs have int8, not fp8; quantization is fp8"),
+        ("llama", {"device": "cpu"}, "CPUs have int8 and int4, not fp8; quantization is fp8"),
         ("llama", {"device": "cuda", "dtype": "float16"}, "fp8 needs dtype bfloat16, not float16"),
         ("mixtral", {"device": "cuda"}, "experts are not quantized on GPUs yet"),
         ("llama", {"engine": "transformers"}, "through transformers cannot be quantized"),
@@ -111,5 +111,5 @@ def test_what_fp8_does_not_go_with_is_refused_before_the_start(
 
 def test_an_engine_on_a_cpu_refuses_fp8(tmp_path: Path) -> None:
     save(TINY_MODELS["llama"], tmp_path)
-    with pytest.raises(InvalidConfig, match="CPUs have int8, not fp8"):
+    with pytest.raises(InvalidConfig, match="CPUs have int8 and int4, not fp8"):
         Engine.load(tmp_path, quantization="fp8")

@@ -36,7 +36,7 @@ from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, tok
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import AVX2, AVX512, Registers
 from baton.kernels.experts import NO_BIASES, ExpertBiases, Experts
-from baton.kernels.int8 import head_codes
+from baton.kernels.integers import head_codes
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 from baton.kernels.routing import Routing
 

@@ -28,7 +28,7 @@ from baton.kernels.attention import (
 )
 from baton.kernels.cache import layer_caches, rotate_and_write_, token_rows, write_
 from baton.kernels.cpu import compiler
-from baton.kernels.int8 import head_codes, head_numbers
+from baton.kernels.integers import head_codes, head_numbers
 from baton.kernels.linear import RMSNorm
 from baton.kv_transfer.pool_layout import HeadRange, describe_mismatch, links
 from baton.v1.transfer_pb2 import PoolAddress, PoolShard

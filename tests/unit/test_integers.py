@@ -1,4 +1,4 @@
-"""Weights and rows as int8 codes: products, whole models, and what is refused."""
+"""Weights and rows as integer codes: products, whole models, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
 from baton.kernels.cpu import compiler, product
-from baton.kernels.int8 import int8_product, quantize_weight
-from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm
+from baton.kernels.integers import (
+    IntegerWeight,
+    integer_product,
+    quantize_to_int4,
+    quantize_to_int8,
+)
+from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm, WeightCodes
 
 ROWS = [1, 2, 3, 7, 8, 9, 16, 37]
 SHAPES = [(32, 12), (96, 199), (160, 13), (576, 40), (4864, 64), (64, 3), (20, 24), (48, 16)]
 """(inputs, outputs); compiled code takes multiples of 32 inputs."""
 
 DTYPES = [torch.float32, torch.bfloat16]
+KINDS: list[WeightCodes] = ["int8", "int4"]
 PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 6, 70)]
 
 
@@ -46,7 +52,7 @@ def exactly(x: Tensor, weight: Tensor) -> Tensor:
 def test_a_groups_greatest_number_has_the_greatest_code() -> None:
     weight = torch.zeros(2, 34)
     weight[0, :3], weight[0, 32:] = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([3e-3, 0.0])
-    found = quantize_weight(weight)
+    found = quantize_to_int8(weight)
     assert found.codes[0, :3].tolist() == [32, -127, 64]
     assert found.codes[0, 32:].tolist() == [127, 0]
     assert not found.codes[1].any()
@@ -59,21 +65,55 @@ def test_products_are_as_defined(inputs: int) -> None:
     x, weight = torch.ones(3, inputs), torch.ones(5, inputs)
     x[1] = torch.randn(inputs)
     weight[2] = torch.randn(inputs)
-    found = int8_product(x, quantize_weight(weight))
+    found = integer_product(x, quantize_to_int8(weight))
     assert torch.allclose(found.double(), exactly(x, weight), rtol=1e-5, atol=1e-5)
 
 
+def test_a_group_of_int4_keeps_sixteen_equally_spaced_numbers() -> None:
+    codes = torch.tensor([*range(-8, 8), *range(-8, 8)])
+    weight = torch.stack((codes * 0.5, codes * -0.25 + 3, torch.full((32,), 0.7), codes * 0.0))
+    found = quantize_to_int4(weight)
+    assert found.codes[0].tolist() == codes.tolist()
+    assert found.codes[1].tolist() == (-1 - codes).tolist()
+    assert torch.equal(numbers_of(found), weight)
+
+
+def test_a_group_of_int4_has_the_range_that_loses_least() -> None:
+    weight = torch.randn(50, 320)
+    found, groups = quantize_to_int4(weight), weight.unflatten(1, (-1, 32))
+    least, most = groups.aminmax(dim=-1, keepdim=True)
+    whole = ((groups - least) / (most - least) * 15).round() / 15 * (most - least) + least
+    kept = numbers_of(found).unflatten(1, (-1, 32))
+    lost, lost_usually = ((each - groups).square().sum(dim=-1) for each in (kept, whole))
+    assert found.codes.aminmax() == (-8, 7)
+    assert bool((lost <= lost_usually * 1.0001).all())
+    assert lost.sum() < 0.9 * lost_usually.sum()
+
+
+def numbers_of(weight: IntegerWeight) -> Tensor:
+    assert weight.offsets is not None
+    scales, offsets = (each.unsqueeze(2) for each in (weight.scales, weight.offsets))
+    return (weight.codes.unflatten(1, (-1, 32)) * scales + offsets).flatten(1)
+
+
+def test_products_of_int4_are_those_of_its_numbers() -> None:
+    x, weight = torch.randn(7, 160), quantize_to_int4(torch.randn(13, 160) + 0.3)
+    found = integer_product(x, weight)
+    assert torch.allclose(found, x @ numbers_of(weight).t(), rtol=1e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_compiled_products_have_the_bits_of_torchs(
-    inputs: int, outputs: int, dtype: torch.dtype, biased: bool
+    inputs: int, outputs: int, dtype: torch.dtype, biased: bool, kind: WeightCodes
 ) -> None:
     weight = torch.randn(outputs, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
     plain, packed = Linear(weight, bias), Linear(weight, bias)
     for linear in (plain, packed):
-        linear.quantize("int8")
+        linear.quantize(kind)
         assert linear.weight.is_meta
     packed.pack()
     for rows in ROWS:
@@ -83,26 +123,31 @@ def test_compiled_products_have_the_bits_of_torchs(
         assert torch.equal(packed.add_to(residual, x), plain.add_to(residual, x))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("registers", [compiler.NEON, compiler.AVX2, compiler.AVX512])
 def test_code_without_dot_products_has_the_same_bits(
-    registers: compiler.Registers, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    registers: compiler.Registers,
+    dtype: torch.dtype,
+    kind: WeightCodes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiler, "has_dot", lambda: False)
     monkeypatch.setattr(compiler, "registers", lambda: registers)
     product.library.cache_clear()
-    test_compiled_products_have_the_bits_of_torchs(96, 199, dtype, biased=False)
+    test_compiled_products_have_the_bits_of_torchs(96, 199, dtype, biased=False, kind=kind)
     product.library.cache_clear()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", get_args(Activation))
-def test_gates_of_codes(activation: Activation, dtype: torch.dtype) -> None:
+def test_gates_of_codes(activation: Activation, dtype: torch.dtype, kind: WeightCodes) -> None:
     weight, bias = torch.randn(2 * 30, 96).to(dtype), torch.randn(60).to(dtype)
     norm = RMSNorm(torch.rand(96).to(dtype), 1e-5)
     packed, plain = GatedLinear(weight, bias, activation), GatedLinear(weight, bias, activation)
     for linear in (plain, packed):
-        linear.quantize("int8")
+        linear.quantize(kind)
     packed.pack()
     x = torch.randn(37, 96).to(dtype)
     found = packed(x, None)
@@ -155,38 +200,48 @@ def prompt_logprobs(engine: Engine, prompt: list[int]) -> Tensor:
     return torch.tensor([each.logprob for each in sequence.prompt_scores], dtype=torch.float64)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((each, "int8") for each in ("llama", "olmo2", "mixtral", "gpt-oss", "deepseek-v3")),
+        *((each, "int4") for each in ("qwen3-moe", "gemma2")),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral", "gpt-oss", "gemma2", "deepseek-v3"])
-def test_answers_do_not_depend_on_company(name: str, dtype: str, tmp_path: Path) -> None:
+def test_answers_do_not_depend_on_company(
+    name: str, kind: WeightCodes, dtype: str, tmp_path: Path
+) -> None:
     save(TINY_MODELS[name], tmp_path)
-    options = {"dtype": dtype, "quantization": "int8"}
+    options = {"dtype": dtype, "quantization": kind}
     together = serve(load(tmp_path, 4, **options), PROMPTS, 12, chunk=7)
     engine = load(tmp_path, **options)
     assert together == [serve(engine, [each], 12, chunk=64)[0] for each in PROMPTS]
 
 
-def test_ranks_quantize_their_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_quantize_their_parts(kind: WeightCodes, tmp_path: Path) -> None:
     save(TINY_MODELS["qwen3-moe"], tmp_path / "model")
-    with split_engine(tmp_path / "model", 2, tmp_path, quantization="int8") as split:
+    with split_engine(tmp_path / "model", 2, tmp_path, quantization=kind) as split:
         together = serve(split.engine, PROMPTS, 12, chunk=7)
         assert together == [serve(split.engine, [each], 12, chunk=64)[0] for each in PROMPTS]
-        whole = load(tmp_path / "model", quantization="int8")
+        whole = load(tmp_path / "model", quantization=kind)
         assert split.engine.fingerprint != whole.fingerprint  # they exchange no pages
 
 
-def test_codes_take_little_more_than_a_byte(tmp_path: Path) -> None:
+@pytest.mark.skipif(not compiler.available(), reason="needs compiled code: an Arm or x86_64 CPU")
+@pytest.mark.parametrize(("kind", "most"), [("int8", 1.13), ("int4", 0.76)])
+def test_codes_take_little_more_than_their_bits(kind: WeightCodes, most: float) -> None:
     linear = Linear(torch.randn(1200, 1600))
-    linear.quantize("int8")
+    linear.quantize(kind)
     linear.pack()
-    held = linear._panels._panels if linear._panels else linear._codes.codes  # type: ignore[union-attr]
-    assert held.nbytes < 1.13 * 1200 * 1600
-    assert bool(linear._panels) == compiler.available()
+    assert linear._panels
+    assert linear._panels._panels.nbytes < most * 1200 * 1600
 
 
 def test_a_quantized_model_is_another(tmp_path: Path) -> None:
     save(TINY_MODELS["llama"], tmp_path)
-    plain, quantized = load(tmp_path), load(tmp_path, quantization="int8")
-    assert plain.fingerprint != quantized.fingerprint
+    engines = [load(tmp_path), *(load(tmp_path, quantization=kind) for kind in KINDS)]
+    assert len({engine.fingerprint for engine in engines}) == 3
 
 
 def test_models_through_transformers_are_not_quantized(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
-"""Products of codes (kernels/int8.py) for product.py. A panel has its weights and then its outputs'
-scales, group by group; a block has its rows' codes and then their scales. What one instruction
-adds to a sum decides how codes lie:
+"""Products of codes (kernels/integers.py) for product.py. A panel has its weights and then its
+outputs' scales, group by group, and their offsets; a block has its rows' codes, then their scales,
+and for int4 the sums of codes, group by group. What one instruction adds to a sum decides how codes
+lie:
 
     Arm's SDOT           four products of bytes: four inputs of an output together; of a row's codes
                          the upper bytes of four inputs, then the lower. The sum of a group is 256
                          times that of the upper bytes and that of the lower ones
     x86_64's VPMADDWD,   two products of 16 bits: two inputs of an output together, widened on their
     and other CPUs       way to a register; of a row's codes two inputs after two
+
+Two codes of int4 share a byte: of some inputs that lie together the lower half, of the next the
+upper. Either half is taken to the top of its byte, so it counts 16 times; scales are 16 times as
+small, which rounds nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from baton.kernels.cpu.vectors import (
     rounded,
     whole_numbers,
 )
-from baton.kernels.int8 import GROUP, LEAST_PEAK, MOST_OF_ROW, Int8Weight
+from baton.kernels.integers import GROUP, LEAST_PEAK, MOST_OF_ROW, Bits, IntegerWeight
 
 INPUTS_OF_LANE = 4
 LANES_OF_GROUP = GROUP // INPUTS_OF_LANE
@@ -54,28 +59,43 @@ def tile_sizes() -> tuple[int, int]:
     return lanes, 2 if number == compiler.AVX2.number else 4
 
 
-def panel_depth(inputs: _Size) -> _Size:
+def panel_depth(inputs: _Size, bits: Bits) -> _Size:
     """Lanes of each output, scales included."""
-    return inputs // INPUTS_OF_LANE + inputs // GROUP
+    return _code_lanes(inputs, bits) + inputs // (GROUP if bits == 8 else GROUP // 2)
 
 
-def block_depth(inputs: _Size) -> _Size:
-    """Lanes of each row, its scale included."""
-    return inputs // INPUTS_OF_LANE * BYTES + 1
+def _code_lanes(inputs: _Size, bits: Bits) -> _Size:
+    return inputs // (INPUTS_OF_LANE * 8 // bits)
 
 
-def suits(weight: Int8Weight) -> bool:
+def block_depth(inputs: _Size, bits: Bits) -> _Size:
+    """Lanes of each row, its scale and sums included."""
+    lanes = inputs // INPUTS_OF_LANE * BYTES + 1
+    return lanes if bits == 8 else lanes + inputs // GROUP
+
+
+def suits(weight: IntegerWeight) -> bool:
     """Whether there is compiled code for such a weight."""
     outputs, inputs = weight.codes.shape
     return bool(outputs and inputs) and inputs % GROUP == 0
 
 
-def packed(weight: Int8Weight, panel: int) -> Tensor:
+def packed(weight: IntegerWeight, panel: int) -> Tensor:
     """[panels, depth, panel], of 32 bits; the last panel holds the last outputs."""
     together = torch.int32 if compiler.has_dot() else torch.int16
-    panels = [_in_panels(each, panel) for each in (weight.codes.view(together), weight.scales)]
+    parts = [weight.codes.view(together), weight.scales]
+    if weight.offsets is not None:
+        codes = _halves_of_bytes(weight.codes, together.itemsize)
+        parts = [codes.view(together), weight.scales / 16, weight.offsets]
+    panels = [_in_panels(each, panel) for each in parts]
     lanes = [each.flatten(1).view(torch.int32).view(len(each), -1, panel) for each in panels]
     return torch.cat(lanes, dim=1)
+
+
+def _halves_of_bytes(codes: Tensor, together: int) -> Tensor:
+    """[outputs, inputs] -> [outputs, inputs / 2]"""
+    lower, upper = codes.view(len(codes), -1, 2, together).unbind(2)
+    return (lower.bitwise_and(15) | upper.bitwise_left_shift(4)).flatten(1)
 
 
 def _in_panels(numbers: Tensor, panel: int) -> Tensor:
@@ -88,7 +108,7 @@ def _in_panels(numbers: Tensor, panel: int) -> Tensor:
 
 
 def part_code(
-    module: ir.Module, rows: int, vectors: int, element: ir.Type, result: ir.Type
+    module: ir.Module, rows: int, vectors: int, element: ir.Type, result: ir.Type, bits: Bits
 ) -> Function:
     """The first rows of a tile: (block, inputs, panel, addend, its stride, out, its stride)"""
     size, rows_of_block = tile_sizes()
@@ -97,16 +117,22 @@ def part_code(
     block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out = addend.of(element), out.of(result)
     lanes, width = inputs // INPUTS_OF_LANE, vectors * size
-    scales = panel.from_(lanes * width)
+    scales = panel.from_(_code_lanes(inputs, bits) * width)
+    offsets = scales.from_(inputs // GROUP * width)
+    row_sums = block.from_(lanes * (rows_of_block * BYTES) + rows_of_block)
     places = [(row, vector) for row in range(rows) for vector in range(vectors)]
     group_sums = _sums_of_bytes if compiler.has_dot() else _sums_of_pairs
     with code.sum_loop(0, inputs // GROUP, [code.zero()] * len(places)) as (group, totals):
         first = group * LANES_OF_GROUP
         codes = block.from_(first * (rows_of_block * BYTES))
-        sums = group_sums(code, codes, panel.from_(first * width), rows, vectors)
+        weights = panel.from_(group * (_code_lanes(GROUP, bits) * width))
+        sums = group_sums(code, codes, weights, rows, vectors, bits)
         factors = [scales.vector(group * width + size * vector) for vector in range(vectors)]
-        for at, (_, vector) in enumerate(places):
+        for at, (row, vector) in enumerate(places):
             totals[at] = totals[at] + sums[at] * factors[vector]
+            if bits == 4:
+                sum_of_row = row_sums.repeated(group * rows_of_block + row)
+                totals[at] = totals[at] + sum_of_row * offsets.vector(group * width + size * vector)
     for at, (row, vector) in enumerate(places):
         added = addend.vector(addend_stride * row + vector * size)
         scale = block.repeated(lanes * (rows_of_block * BYTES) + row)
@@ -116,13 +142,15 @@ def part_code(
 
 
 def _sums_of_bytes(
-    code: Function, block: Memory, panel: Memory, rows: int, vectors: int
+    code: Function, block: Memory, panel: Memory, rows: int, vectors: int, bits: Bits
 ) -> list[Floats]:
     """Of the group that begins there, for each row and vector."""
     builder = code.builder
     sums = [[ir.Constant(_LANES, None)] * vectors for _ in range(rows * BYTES)]
     for lane in range(LANES_OF_GROUP):
-        weights = [_load(panel, (lane * vectors + at) * QUAD, _LANES) for at in range(vectors)]
+        at, half = divmod(lane, 8 // bits)
+        loaded = [_load(panel, (at * vectors + each) * QUAD, _CODES) for each in range(vectors)]
+        weights = [_codes_of(builder, each, half, bits) for each in loaded]
         inputs = _load(block, lane * QUAD, _LANES)
         for byte, found in enumerate(sums):
             x = builder.shuffle_vector(inputs, inputs, lane_numbers([byte] * QUAD))
@@ -139,14 +167,22 @@ def _sums_of_bytes(
 
 def _plus_dot(builder: ir.IRBuilder, total: ir.Value, one: ir.Value, other: ir.Value) -> ir.Value:
     """Adds the products of each lane's four codes."""
-    codes = [builder.bitcast(each, _CODES) for each in (one, other)]
     kinds = [_LANES, _CODES, _CODES]
     dot = declare(builder.module, "llvm.aarch64.neon.sdot.v4i32.v16i8", _LANES, kinds)
-    return builder.call(dot, [total, *codes])
+    return builder.call(dot, [total, one, builder.bitcast(other, _CODES)])
+
+
+def _codes_of(builder: ir.IRBuilder, loaded: ir.Value, half: int, bits: Bits) -> ir.Value:
+    """The codes in bytes, or in one half of bytes and then 16 times as great."""
+    if bits == 8:
+        return loaded
+    if half:
+        return builder.and_(loaded, ir.Constant(loaded.type, [-16] * loaded.type.count))
+    return builder.shl(loaded, ir.Constant(loaded.type, [4] * loaded.type.count))
 
 
 def _sums_of_pairs(
-    code: Function, block: Memory, panel: Memory, rows: int, vectors: int
+    code: Function, block: Memory, panel: Memory, rows: int, vectors: int, bits: Bits
 ) -> list[Floats]:
     """As _sums_of_bytes."""
     builder, (size, rows_of_block) = code.builder, tile_sizes()
@@ -154,10 +190,13 @@ def _sums_of_pairs(
     zero = Integers(builder, ir.Constant(ir.VectorType(LANE, size), None))
     # A loop: unrolled, all weights of a group are widened before the first product.
     with code.sum_loop(0, LANES_OF_GROUP, [zero] * (rows * vectors)) as (lane, sums):
-        x, weights = block.from_(lane * (rows_of_block * BYTES)), panel.from_(lane * vectors * size)
+        x = block.from_(lane * (rows_of_block * BYTES))
+        weights = panel.from_(lane * (vectors * size * bits // 8))
         for pair in range(INPUTS_OF_LANE // 2):
-            starts = [(pair * vectors + vector) * size // 2 for vector in range(vectors)]
-            wide = [builder.sext(_load(weights, start, codes), pairs) for start in starts]
+            at, half = divmod(pair, 8 // bits)
+            starts = [(at * vectors + vector) * size // 2 for vector in range(vectors)]
+            loaded = [_load(weights, start, codes) for start in starts]
+            wide = [builder.sext(_codes_of(builder, each, half, bits), pairs) for each in loaded]
             for row in range(rows):
                 both = builder.bitcast(x.repeated(row * BYTES + pair).value, pairs)
                 for at, weight in enumerate(wide, start=row * vectors):
@@ -169,7 +208,9 @@ def _load(memory: Memory, index: int, kind: ir.Type) -> ir.Value:
     return memory.builder.load(memory.from_(index).value, typ=kind, align=4)
 
 
-def block_code(module: ir.Module, element: ir.Type, *, single: bool, normed: bool) -> Function:
+def block_code(
+    module: ir.Module, element: ir.Type, bits: Bits, *, single: bool, normed: bool
+) -> Function:
     """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
     name = f"codes{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
@@ -184,11 +225,19 @@ def block_code(module: ir.Module, element: ir.Type, *, single: bool, normed: boo
             return found if size is None else rounded(found * size * norm.vector(at), element)
 
         factor, scale = factor_and_scale(code, numbers, inputs, MOST_OF_ROW)
-        with code.loop(0, inputs, step=QUAD) as at:
-            target = block.from_(at // INPUTS_OF_LANE * (rows * BYTES) + row * BYTES)
-            code.builder.store(_codes(numbers(at) * factor), target.value, align=4)
         scales = block.in_lanes(1).from_(inputs // INPUTS_OF_LANE * (rows * BYTES))
         scales.put(scale.arranged(scale, [0]), row)
+        with code.loop(0, inputs // GROUP) as group:
+            total = code.zero()
+            for lane in range(LANES_OF_GROUP):
+                scaled = numbers(group * GROUP + lane * QUAD) * factor
+                at = group * LANES_OF_GROUP + lane
+                target = block.from_(at * (rows * BYTES) + row * BYTES)
+                code.builder.store(_codes(scaled), target.value, align=4)
+                total = total + scaled.nearest()
+            if bits == 4:
+                summed = total.total()
+                scales.put(summed.arranged(summed, [0]), (group + 1) * rows + row)
     code.end()
     return code
 
