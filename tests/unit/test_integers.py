@@ -66,7 +66,10 @@ def test_products_are_as_defined(inputs: int) -> None:
     x[1] = torch.randn(inputs)
     weight[2] = torch.randn(inputs)
     found = integer_product(x, quantize_to_int8(weight))
-    assert torch.allclose(found.double(), exactly(x, weight), rtol=1e-5, atol=1e-5)
+    # Terms cancel each other out; their sizes decide what float32's sums lose.
+    sizes = x.abs().double() @ weight.abs().double().t()
+    lost = (found.double() - exactly(x, weight)).abs()
+    assert bool((lost <= 1e-6 * sizes).all())
 
 
 def test_a_group_of_int4_keeps_sixteen_equally_spaced_numbers() -> None:
