@@ -41,6 +41,9 @@ Bits = Literal[4, 8]
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Of the range of a group's numbers, for int4."""
 
+GROUPS_AT_ONCE = 32_768
+"""Enough that torch's cost of an operation does not count, few enough for a CPU's caches."""
+
 
 class IntegerWeight(NamedTuple):
     """A weight as codes, for products in `dtype`."""
@@ -77,38 +80,71 @@ def quantize_to_int8(weight: Tensor) -> IntegerWeight:
 
 
 def quantize_to_int4(weight: Tensor) -> IntegerWeight:
-    """weight [outputs, inputs]. Of several ranges of numbers a group gets the one that loses least:
-    the greatest may well be cut if all others gain by it."""
+    """weight [outputs, inputs]"""
     groups = _grouped(weight.float())
-    best = _int4_codes(groups, _SHARES[0])
-    for share in _SHARES[1:]:
-        other = _int4_codes(groups, share)
-        better = other.loss < best.loss
-        best = _Int4Codes(*(torch.where(better, *each) for each in zip(other, best, strict=True)))
-    return _weight(weight, best.codes, best.scales.squeeze(-1), best.offsets.squeeze(-1))
+    some = torch.split(groups.reshape(-1, GROUP), GROUPS_AT_ONCE)
+    parts = [_int4_codes(each.t()) for each in some]
+    codes = torch.cat([part.codes.t() for part in parts])
+    scales, offsets = (
+        torch.cat(each).view(groups.shape[:2])
+        for each in ([part.scales for part in parts], [part.offsets for part in parts])
+    )
+    return _weight(weight, codes.view(groups.shape), scales, offsets)
 
 
 class _Int4Codes(NamedTuple):
-    codes: Tensor  # [outputs, groups, GROUP]
-    scales: Tensor  # [outputs, groups, 1], as the others
+    codes: Tensor  # [GROUP, groups]
+    scales: Tensor  # [groups], as the offsets
     offsets: Tensor
-    loss: Tensor
 
 
-def _int4_codes(groups: Tensor, share: float) -> _Int4Codes:
-    """Codes for that share of the range of a group's numbers, and the scale and offset that fit
-    them best."""
-    least, most = groups.aminmax(dim=-1, keepdim=True)
-    middle, reach = (least + most) / 2, (most - least) / 2 * share
-    steps = (reach / 7.5).clamp(min=LEAST_PEAK)
-    codes = ((groups - (middle - reach)) / steps).round().clamp(0, 15) - 8
-    mean, code_mean = groups.mean(dim=-1, keepdim=True), codes.mean(dim=-1, keepdim=True)
-    spread = (codes - code_mean).square().sum(dim=-1, keepdim=True)
-    together = ((codes - code_mean) * (groups - mean)).sum(dim=-1, keepdim=True)
-    scales = together / spread.clamp(min=LEAST_PEAK)
-    offsets = mean - scales * code_mean
-    loss = (groups - codes * scales - offsets).square().sum(dim=-1, keepdim=True)
-    return _Int4Codes(codes, scales, offsets, loss)
+def _int4_codes(numbers: Tensor) -> _Int4Codes:
+    """numbers [GROUP, groups]. Of several ranges a group gets the one that loses least: its
+    greatest number may well be cut if all others gain by it."""
+    numbers = numbers.contiguous()
+    ranges = numbers.amin(dim=0), numbers.amax(dim=0)
+    mean = _sum(numbers) / GROUP
+    differences = numbers - mean
+    shares, gain = torch.zeros_like(mean), mean - torch.inf
+    for share in _SHARES:
+        other = _fit(_in_range(numbers, *ranges, share), differences).gain
+        shares = torch.where(other > gain, share, shares)
+        gain = torch.maximum(gain, other)
+    codes = _in_range(numbers, *ranges, shares)
+    fit = _fit(codes, differences)
+    return _Int4Codes(codes.to(torch.int8), fit.scales, mean - fit.scales * fit.code_mean)
+
+
+class _Fit(NamedTuple):
+    """The line through a group's numbers, by their codes, that loses least."""
+
+    scales: Tensor  # [groups], as the others
+    code_mean: Tensor
+    gain: Tensor  # what the line takes from the sum of squared differences
+
+
+def _fit(codes: Tensor, differences: Tensor) -> _Fit:
+    """Both [GROUP, groups]; differences from a group's mean."""
+    total, squares = _sum(codes), _sum(codes.square())
+    spread = squares - total * total / GROUP
+    together = _sum(codes * differences)
+    scales = together.div_(spread).masked_fill_(spread == 0, 0.0)
+    return _Fit(scales, total / GROUP, scales.square() * spread)
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    """[GROUP, groups] -> [groups], in the same order on every CPU."""
+    while len(numbers) > 1:
+        half = len(numbers) // 2
+        numbers = numbers[:half] + numbers[half:]
+    return numbers[0]
+
+
+def _in_range(numbers: Tensor, least: Tensor, most: Tensor, share: Tensor | float) -> Tensor:
+    """Codes for that share of the range of a group's numbers."""
+    reach = (most - least) * (share / 2)
+    low, per_step = (least + most) / 2 - reach, 7.5 / reach.clamp(min=LEAST_PEAK)
+    return (numbers - low).mul_(per_step).round_().clamp_(0, 15).sub_(8)
 
 
 def _weight(

