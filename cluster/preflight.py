@@ -59,18 +59,22 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     node_identity(config)
     if not config.models:
         return _prepare_model(config, workers_here)
-    ready = [_prepare_model(each, workers_here) for each in configs.served_configs(config)]
+    given = configs.served_configs(config)
+    ready = [_prepare_model(each, workers_here) for each in given]
     _check_names(ready)
     resolved = {
-        each.model_name: {
-            **config.models[each.model_name],
-            "model": each.model,
-            "adapters": dict(each.adapters),
-        }
-        for each in ready
+        after.model_name: {**config.models[after.model_name], **_resolved(before, after)}
+        for before, after in zip(given, ready, strict=True)
     }
     embedding = ready[0].embedding_model
     return dataclasses.replace(config, models=resolved, embedding_model=embedding)
+
+
+def _resolved(before: Config, after: Config) -> dict[str, object]:
+    """A model's keys that were resolved."""
+    old, new = configs.dump(before), configs.dump(after)
+    own = new.keys() - {"embedding_model"}  # which models share
+    return {name: new[name] for name in sorted(own) if new[name] != old[name]}
 
 
 def _check_names(models: list[Config]) -> None:

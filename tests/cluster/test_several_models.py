@@ -15,6 +15,7 @@ import pytest
 from adapters import save_adapter
 from processes import START_SECONDS, ProcessCluster, scrape
 from text_model import save_text_model
+from tiny_encoders import save_encoder
 from tiny_models import choices_of_transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -58,7 +59,12 @@ def cluster(
             "adapters": {"sql": str(folder / "sql")},
         },
     }
-    tree = {**POOLS, "batches": {"folder": str(workspace / "batches")}}
+    save_encoder(workspace / "mini")
+    tree = {
+        **POOLS,
+        "batches": {"folder": str(workspace / "batches")},
+        "embedding_model": str(workspace / "mini"),
+    }
     with ProcessCluster(models, workspace, tree=tree) as made:
         yield made
         made.wait_idle()
@@ -93,14 +99,14 @@ def test_each_answers_as_its_own_weights_do(
 def test_models_are_listed_and_other_names_are_unknown(cluster: ProcessCluster) -> None:
     with cluster.client() as client:
         listed = {model.name: model.parent for model in client.models()}
-        assert listed == {"one": "", "org/two": "", "sql": "org/two"}
-        with pytest.raises(UnknownModel, match="this cluster serves 'one', 'org/two', 'sql'"):
+        assert listed == {"one": "", "org/two": "", "sql": "org/two", "mini": ""}
+        with pytest.raises(UnknownModel, match="serves 'one', 'org/two', 'sql', 'mini'"):
             ask(client, "three")
         with pytest.raises(InvalidRequest, match="several models are served; name one"):
             ask(client, "")
     with httpx.Client(base_url=f"http://{cluster.http}/v1") as http:
         models = http.get("/models").json()["data"]
-        assert [each["id"] for each in models] == NAMES
+        assert [each["id"] for each in models] == [*NAMES, "mini"]
         assert http.get("/models/org/two").json()["id"] == "org/two"
         unknown = http.post("/completions", json={"model": "three", "prompt": "x"})
         assert unknown.status_code == 404
@@ -158,6 +164,15 @@ def test_ledgers_and_metrics_carry_the_model(cluster: ProcessCluster) -> None:
         for name in ("one", "org/two")
     }
     assert counted == {"one": 0, "org/two": 1}
+
+
+def test_the_embedding_model_is_found_beside_them(cluster: ProcessCluster) -> None:
+    with cluster.client() as client:
+        (vector,) = client.embed(["w1 w2"], model="mini")
+        assert len(vector) == 32
+        assert client.recent(1)[0].answers[0].prefill_worker == "prefill-0"
+        with pytest.raises(InvalidRequest, match="embeds and cannot answer"):
+            client.generate("w1", model="mini")
 
 
 def test_lines_of_a_batch_run_on_their_models(cluster: ProcessCluster) -> None:
