@@ -181,7 +181,9 @@ def check_device(config: Config) -> tuple[str, Check]:
 def check_memory(config: Config, device: str) -> Check:
     """Whether the page pools of one worker of each role and model fit. Weights come on top."""
     settled = [settle(each, device) for each in configs.served_configs(config)]
-    wanted = sum(each.prefill.kv_memory + each.decode.kv_memory for each in settled)
+    wanted = sum(
+        each.prefill.kv_memory + each.decode.kv_memory + each.draft_kv_memory for each in settled
+    )
     free = _free_bytes(device)
     finding = f"a pool of each role takes {_gib(wanted)}, and {_gib(free)} are free"
     if wanted < free:

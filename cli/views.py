@@ -116,6 +116,9 @@ def _pages(worker: cluster_pb2.WorkerStatus) -> Text:
     numbers = "+".join(str(count) for count in _counts(worker.load))
     kept = f"\n{worker.load.kept_pages} in second tier" if worker.load.kept_pages else ""
     guesses = _guesses(worker.load.accepted_tokens, worker.load.guessed_tokens)
+    if worker.load.guessed_steps:
+        length = 1 + worker.load.accepted_tokens / worker.load.guessed_steps
+        guesses += f",\n{length:.1f} tokens a step with guesses"
     lines = f"\n{numbers} of {worker.total_pages}", kept, f"\n{guesses}" if guesses else ""
     return Text.assemble(page_bar(worker.load), *lines)
 

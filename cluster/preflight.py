@@ -24,6 +24,7 @@ from baton.core.errors import InvalidConfig, Unavailable
 from baton.core.generation_defaults import read_defaults
 from baton.core.tls import check_router, node_identity
 from baton.core.types import Role
+from baton.engine.draft_model import find_draft
 from baton.engine.model_choice import (
     AnyArchitecture,
     check_adapters_of,
@@ -89,6 +90,7 @@ def _prepare_model(config: Config, workers_here: bool) -> Config:
     config = dataclasses.replace(
         config,
         model=model_store.resolve(config.model),
+        draft_model=config.draft_model and model_store.resolve(config.draft_model),
         adapters={name: resolve_adapter(each) for name, each in config.adapters.items()},
         embedding_model=_check_embedding_model(config),
     )
@@ -97,6 +99,7 @@ def _prepare_model(config: Config, workers_here: bool) -> Config:
     architecture = read_model(folder, config.engine, config.max_context)
     check_quantization(config.quantization, architecture, config.device, config.dtype)
     check_kv_dtype(config.kv_dtype, architecture, config.device)
+    find_draft(config, folder, weights=weights)
     read_defaults(folder, config.router.generation_config)
     _check_pools(config, architecture)
     _check_quantized_ranks(config)

@@ -133,12 +133,23 @@ class Config:
         " they may, and long prompts are faster (docs/GPUS.md).",
         "--numerics",
     )
-    speculation: Literal["off", "ngram"] = key(
+    speculation: Literal["off", "ngram", "draft"] = key(
         "off",
-        "Guess tokens that a step then checks: ngram guesses what followed the same tokens before,"
-        " in prompt or answer, as long as that is predicted to be faster. No answer changes. Not on"
-        " a GPU yet.",
+        "Guess tokens that a step then checks, as long as that is predicted to be faster: ngram"
+        " guesses what followed the same tokens before, in prompt or answer; draft has a smaller"
+        " model guess too (`draft_model`). No answer changes. Not on a GPU yet.",
         "--speculation",
+    )
+    draft_model: str = key(
+        "",
+        "For speculation draft: a model of the same vocabulary, named as `model` is. Decode workers"
+        " load it too.",
+        "--draft-model",
+    )
+    draft_kv_memory: Bytes = key(
+        Size(0),
+        "K/V memory of the draft model in each decode worker; 0 holds as many tokens as the"
+        " worker's own.",
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = key(
         "none",

@@ -40,6 +40,10 @@ BATCH_SIZE = "baton_batch_size"
 COMPUTED_TOKENS = "baton_computed_tokens_total"
 GUESSED_TOKENS = "baton_guessed_tokens_total"
 ACCEPTED_TOKENS = "baton_accepted_tokens_total"
+GUESSED_STEPS = "baton_guessed_steps_total"
+DRAFT_SECONDS = "baton_draft_seconds_total"
+DRAFT_GUESSES = "baton_draft_guesses_total"
+DRAFT_RIGHT = "baton_draft_right_guesses_total"
 DAMAGED_PAGES = "baton_damaged_pages_total"
 FETCHED_PAGES = "baton_fetched_pages_total"
 FAILED_FETCHES = "baton_failed_fetches_total"
@@ -89,6 +93,10 @@ HELP = {
     COMPUTED_TOKENS: "Tokens run through the model",
     GUESSED_TOKENS: "Guessed tokens that steps have checked (speculation)",
     ACCEPTED_TOKENS: "Of these, the tokens that were right",
+    GUESSED_STEPS: "Steps with guesses of a request, for each request (speculation)",
+    DRAFT_SECONDS: "Seconds that the draft model computed (speculation)",
+    DRAFT_GUESSES: "Guesses of the draft model that were compared with the tokens that came",
+    DRAFT_RIGHT: "Of these, the guesses that were right",
     DAMAGED_PAGES: "Pages that arrived damaged and were requested again",
     FETCHED_PAGES: "Pages that a prefill worker fetched from another worker's cache",
     FAILED_FETCHES: "Fetches that failed: the prompt was computed",

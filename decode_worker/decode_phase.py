@@ -26,6 +26,7 @@ from baton.core.errors import BatonError
 from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Work
 from baton.core.wire import finish_to, logprobs_to
 from baton.decode_worker.decode_scheduler import DecodeScheduler
+from baton.decode_worker.drafts import Drafts
 from baton.decode_worker.speculation import Speculation
 from baton.engine.page_pool import PagePool
 from baton.engine.step import Plan, token_and_logprobs
@@ -64,16 +65,26 @@ class DecodePhase(Phase[DecodeSequence]):
     accepted = ("reserve", "compute")
 
     def _set_up(self, config: Config) -> None:
-        speculation = Speculation() if config.speculation != "off" else None
+        self._drafts = self._make_drafts(config)
+        speculation = Speculation(self._drafts) if config.speculation != "off" else None
         self._scheduler: DecodeScheduler = DecodeScheduler(
             self._pool, config.decode.max_batch, config.decode.chunk_tokens, speculation
         )
-        self._guessed = self._accepted = 0
+        self._guessed = self._accepted = self._guessed_steps = 0
+        self._drafted = (0.0, 0, 0)  # seconds, guesses and right ones, as last reported
         self._steps.on_step = speculation.note_step if speculation else None
         self._loans = Loans(self._pool, self._transfer)
         self._held.append(self._loans)
         self._ticket_seconds = config.decode.ticket_seconds
         self._step_tokens: defaultdict[int, list[pb.StepTokens]] = defaultdict(list)
+
+    def _make_drafts(self, config: Config) -> Drafts | None:
+        if config.speculation != "draft":
+            return None
+        assert self._engine.draft, "loaded with the phase"
+        vocabulary = self._engine.architecture.vocabulary_size
+        chunk_tokens = config.decode.chunk_tokens
+        return Drafts(self._engine.draft, vocabulary, chunk_tokens, self._steps.record)
 
     def _on_transfer(self, event: TransferEvent) -> None:
         match event:
@@ -96,7 +107,20 @@ class DecodePhase(Phase[DecodeSequence]):
         load = super().load()
         load.prefilling = self._scheduler.prefilling
         load.guessed_tokens, load.accepted_tokens = self._guessed, self._accepted
+        load.guessed_steps = self._guessed_steps
+        if self._drafts:
+            self._report_drafts(self._drafts, load)
         return load
+
+    def _report_drafts(self, drafts: Drafts, load: pb.Load) -> None:
+        load.draft_seconds = drafts.seconds
+        seconds, guesses, right = self._drafted
+        self._metrics.drafted(
+            drafts.seconds - seconds, drafts.compared - guesses, drafts.right - right
+        )
+        self._drafted = (drafts.seconds, drafts.compared, drafts.right)
+        if self.idle:
+            load.fault = load.fault or drafts.check()
 
     @property
     def _transfers(self) -> int:
@@ -151,6 +175,7 @@ class DecodePhase(Phase[DecodeSequence]):
     def _count_guesses(self, guessed: int, accepted: int) -> None:
         self._guessed += guessed
         self._accepted += accepted
+        self._guessed_steps += 1
         self._metrics.guessed(guessed, accepted)
 
     def _end_step(self, plan: Plan) -> None:

@@ -144,7 +144,7 @@ class DecodeScheduler:
             groups = (self._running, self._ready, self._preempted)
             next(group for group in groups if sequence in group).remove(sequence)
             if self._speculation:
-                self._speculation.keep(sequence)
+                self._speculation.end(sequence)
         if not sequence.lease.released:
             sequence.lease.release()
         return True
@@ -219,4 +219,6 @@ class DecodeScheduler:
         sequence = max(groups, key=lambda group: _order(group[-1])).pop()
         sequence.lease.release()
         sequence.computed = 0
+        if self._speculation:
+            self._speculation.drop(sequence)
         bisect.insort(self._preempted, sequence, key=_order)

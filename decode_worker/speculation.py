@@ -3,7 +3,9 @@ tokens a second.
 
 A step over r rows takes a + b * r seconds, by an online fit. A guess is one more row. It brings a
 token with the chance that it and all guesses before it are right. So guesses are added, the
-likeliest first, while each brings more tokens a second than the step has without it.
+likeliest first, while each brings more tokens a second than the step has without it. Where there is
+a draft model (decode_worker/drafts.py), it guesses for the sequences in which nothing likelier was
+found.
 
 Guesses are what a step runs besides. Whether any was right changes how fast an answer comes, and
 never what it is: a token is sampled at each position as it would be without guesses.
@@ -15,8 +17,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton.core.online_fit import OnlineFit
+from baton.decode_worker.drafts import Drafts, Offer, Pace
 from baton.engine.page_pool import PagePool
-from baton.engine.prompt_lookup import Acceptance, PastAnswers, PromptLookup
+from baton.engine.prompt_lookup import PastAnswers, PromptLookup, new_acceptance
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 from baton.engine.token_index import LONG
@@ -34,38 +37,61 @@ _Chance = tuple[float, Sequence]
 
 
 class Speculation:
-    def __init__(self) -> None:
-        self._cost = OnlineFit((STEP_SECONDS, ROW_SECONDS), MEMORY)
-        self._acceptance = Acceptance()
+    def __init__(self, drafts: Drafts | None = None, cost: OnlineFit | None = None) -> None:
+        self._drafts = drafts
+        self._cost = cost or OnlineFit((STEP_SECONDS, ROW_SECONDS), MEMORY)
+        self._acceptance = new_acceptance()
         self._past = PastAnswers()
 
     def note_step(self, rows: int, seconds: float) -> None:
         self._cost.note((1, rows), seconds)
+        if self._drafts:
+            self._drafts.earn(self._cost.predict((1, rows)))
 
     def guess(self, plan: Plan, most_rows: int, pool: PagePool, pages: int) -> None:
         """Sets the guesses of the plan's sequences: at most `most_rows`, with at most `pages` new
         pages."""
         decoding = [each for each in plan if each.uncomputed == 1 and not each.expected]
-        offers = {each: self._offered(each) for each in decoding}
-        chances = [
-            (chance, each)
-            for each, guesses in offers.items()
-            if guesses and each.lookup
-            for chance in each.lookup.chances(len(guesses))
-        ]
+        offers = {each: self._found(each) for each in decoding}
+        if self._drafts:
+            self._add_drafts(self._drafts, offers, sum(plan.values()), most_rows)
+        chances = [(chance, each) for each, offer in offers.items() for chance in offer.chances]
         depths = self._depths(chances, sum(plan.values()), len(decoding), most_rows)
         for sequence, depth in depths.items():
             free = pool.free
-            sequence.guesses = covered(sequence, offers[sequence][:depth], pool, pages)
+            sequence.guesses = covered(sequence, offers[sequence].guesses[:depth], pool, pages)
             pages -= free - pool.free
             if sequence.guide and sequence.guesses:
                 sequence.guesses = sequence.guide.look_ahead(sequence.guesses)
 
-    def keep(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:
+        """It loses its pages, and those of the draft with them."""
+        if self._drafts:
+            self._drafts.drop(sequence)
+
+    def end(self, sequence: Sequence) -> None:
         """Lets later requests of its tenant guess from its answer."""
+        self.drop(sequence)
         if sequence.lookup:
             answer = max(0, sequence.prompt_length - LONG)
             self._past.add(sequence.work.cache_salt, sequence.tokens[answer:])
+
+    def _add_drafts(
+        self, drafts: Drafts, offers: dict[Sequence, Offer], rows: int, most: int
+    ) -> None:
+        """Replaces what was found by the draft's guesses, where these are likelier."""
+        step, row = self._cost.coefficients
+        pace = Pace(len(offers), step + row * rows, row)
+        wanted = {
+            each: most_guesses(each) if drafts.share(each) > next(iter(offer.chances), 0.0) else 0
+            for each, offer in offers.items()
+        }
+        offers.update(drafts.offer(wanted, pace, most))
+
+    def _found(self, sequence: Sequence) -> Offer:
+        guesses = self._offered(sequence)
+        assert sequence.lookup
+        return Offer(guesses, list(sequence.lookup.chances(len(guesses))))
 
     def _offered(self, sequence: Sequence) -> list[int]:
         """The next tokens as far as they are guessed, and may come: none behind the last that
@@ -76,8 +102,7 @@ class Speculation:
                 sequence.tokens, sequence.prompt_length, work.prediction, past, self._acceptance
             )
         sequence.lookup.follow()
-        left = sequence.work.max_tokens - sequence.generated - 1
-        guesses = sequence.lookup.guess(min(left, MOST_GUESSES))
+        guesses = sequence.lookup.guess(most_guesses(sequence))
         ends = (at for at, guess in enumerate(guesses) if guess in sequence.work.stop_token_ids)
         return guesses[: next(ends, len(guesses))]
 
@@ -96,6 +121,11 @@ class Speculation:
             tokens += chance
             seconds += row
         return depths
+
+
+def most_guesses(sequence: Sequence) -> int:
+    """Before the last token that max_tokens allows."""
+    return min(sequence.work.max_tokens - sequence.generated - 1, MOST_GUESSES)
 
 
 def covered(sequence: Sequence, guesses: list[int], pool: PagePool, pages: int) -> list[int]:

@@ -98,6 +98,7 @@ class Engine:
     gpu_adapters: AdapterSlots | None = None  # where a GPU has room for some
     adapters: AnyAdapterPool | None = None  # once it is opened
     encoder: Encoder | None = None  # the embedding model, once it is loaded
+    draft: Engine | None = None  # of the draft model, once it is loaded
 
     def __post_init__(self) -> None:
         self._runner = self.make_runner(self.gpu)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+from baton.engine.acceptance import Acceptance
 from baton.engine.token_index import LONG, TokenIndex, last_runs
 
 MOST_INDEXED = 1 << 14
@@ -21,31 +22,11 @@ MOST_KEPT, MOST_TENANTS = 1 << 13, 32
 
 PRIORS = ((4, 0.3), (12, 0.6), (1 << 30, 0.85))
 """By the length of a match up to these: the share of right guesses that is assumed at first."""
-PRIOR_WEIGHT = 2.0
-MEMORY, LONG_MEMORY = 0.94, 0.99
-"""What a comparison counts for after each further one of its kind: for its sequence, and for the
-sequences that begin later."""
 
 
-class Acceptance:
-    """Shares of right guesses. It begins with what `before` has seen, and adds to that."""
-
-    def __init__(self, before: Acceptance | None = None) -> None:
-        self._before = before
-        self._memory = MEMORY if before else LONG_MEMORY
-        kinds = range(len(PRIORS))
-        shares = [before.share(kind) if before else PRIORS[kind][1] for kind in kinds]
-        self._right = [PRIOR_WEIGHT * share for share in shares]
-        self._compared = [PRIOR_WEIGHT] * len(shares)
-
-    def share(self, kind: int) -> float:
-        return self._right[kind] / self._compared[kind]
-
-    def note(self, kind: int, *, right: bool) -> None:
-        self._right[kind] = self._memory * self._right[kind] + right
-        self._compared[kind] = self._memory * self._compared[kind] + 1.0
-        if self._before:
-            self._before.note(kind, right=right)
+def new_acceptance() -> Acceptance:
+    """Of matches, by their length."""
+    return Acceptance([share for _, share in PRIORS])
 
 
 class PastAnswers:
@@ -86,7 +67,7 @@ class PromptLookup:
         predicted = list(prediction)
         self._own = TokenIndex(predicted + tokens[max(0, answer - MOST_INDEXED) : answer - 1])
         self._past = past or []
-        self._acceptance = Acceptance(seen or Acceptance())
+        self._acceptance = (seen or new_acceptance()).of_sequence()
         self._text = self._own  # the one that matches
         self._place: int | None = None  # in it, of the token guessed to come next
         self._length = 0  # of the match before it

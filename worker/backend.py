@@ -24,6 +24,7 @@ from baton.core.errors import InvalidConfig, WorkerLost
 from baton.core.page_keys import KEY_SIZES
 from baton.core.process import StartTimes
 from baton.core.types import Role
+from baton.engine.draft_model import find_draft, load_draft
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import AdapterRoom, GpuSettings
 from baton.engine.model_choice import choose_dtype
@@ -102,6 +103,7 @@ class Backend:
             self._times.mark("embedding model")
         if self._config.allowed_adapters:
             self._open_adapters(self._config.allowed_adapters)
+        self._load_draft(role)
         self._cache_feed = CacheFeed(self.engine.pool, self._outbox)
         return self._make_phase(role), self._cache_feed
 
@@ -110,6 +112,7 @@ class Backend:
         threads = claim_threads(self._config, role, self.engine.split.size)
         # Ranks have the same settings for both roles.
         self.engine.reconfigure(threads, None if self._ranks else self._gpu_settings(role))
+        self._load_draft(role)
         self._metrics.set_role(role)
         return self._make_phase(role), self._cache_feed
 
@@ -164,6 +167,17 @@ class Backend:
             device=settings.device, group=self._ranks.group, progress=self._report_loading
         )
         self._ranks.have_met()
+
+    def _load_draft(self, role: Role) -> None:
+        """On a prefill worker, checks that it could be loaded after a role switch."""
+        decoding = role is Role.DECODE
+        folder = find_draft(
+            self._config, self._locate_model(), weights=decoding and self._config.weights == "files"
+        )
+        if folder and decoding and not self.engine.draft:
+            self._progress("loading the draft model")
+            self.engine.draft = load_draft(self._config, folder, self.engine)
+            self._times.mark("draft model")
 
     def _locate_model(self) -> Path:
         """Downloads a hub's model unless it is there, and reports each gigabyte."""

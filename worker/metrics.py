@@ -19,6 +19,10 @@ _COUNTERS = (
     names.COMPUTED_TOKENS,
     names.GUESSED_TOKENS,
     names.ACCEPTED_TOKENS,
+    names.GUESSED_STEPS,
+    names.DRAFT_SECONDS,
+    names.DRAFT_GUESSES,
+    names.DRAFT_RIGHT,
     names.TRANSFER_BYTES,
     names.TRANSFER_SECONDS,
     names.DAMAGED_PAGES,
@@ -95,6 +99,12 @@ class WorkerMetrics:
     def guessed(self, tokens: int, accepted: int) -> None:
         self._counters[names.GUESSED_TOKENS].inc(tokens)
         self._counters[names.ACCEPTED_TOKENS].inc(accepted)
+        self._counters[names.GUESSED_STEPS].inc()
+
+    def drafted(self, seconds: float, guesses: int, right: int) -> None:
+        self._counters[names.DRAFT_SECONDS].inc(seconds)
+        self._counters[names.DRAFT_GUESSES].inc(guesses)
+        self._counters[names.DRAFT_RIGHT].inc(right)
 
     def transferred(self, count: int, seconds: float) -> None:
         self._counters[names.TRANSFER_BYTES].inc(count)

@@ -1619,6 +1619,9 @@ class PoolLoad(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FREE_SHARE_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    GUESSED_STEPS_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
     """How many there are."""
     busy_share: _builtins.float
@@ -1633,6 +1636,12 @@ class PoolLoad(_message.Message):
     """The share of their pages that is free, 0 to 1."""
     transfers: _builtins.int
     """Requests whose pages are being pushed."""
+    guessed_tokens: _builtins.int
+    """Tokens that they have guessed and checked (speculation)."""
+    accepted_tokens: _builtins.int
+    """Of these, those that were right."""
+    guessed_steps: _builtins.int
+    """Steps in which tokens of a request were guessed, counted for each request."""
     def __init__(
         self,
         *,
@@ -1643,10 +1652,13 @@ class PoolLoad(_message.Message):
         queued_tokens: _builtins.int = ...,
         free_share: _builtins.float = ...,
         transfers: _builtins.int = ...,
+        guessed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        guessed_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "free_share", b"free_share", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "busy_share", b"busy_share", "free_share", b"free_share", "guessed_steps", b"guessed_steps", "guessed_tokens", b"guessed_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

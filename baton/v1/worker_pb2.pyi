@@ -1460,6 +1460,8 @@ class Load(_message.Message):
     KEPT_PAGES_FIELD_NUMBER: _builtins.int
     GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    GUESSED_STEPS_FIELD_NUMBER: _builtins.int
+    DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
     UP_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
@@ -1487,6 +1489,12 @@ class Load(_message.Message):
     """Tokens that were guessed and checked since the phase began (speculation)."""
     accepted_tokens: _builtins.int
     """Of these, those that were right."""
+    guessed_steps: _builtins.int
+    """Steps in which tokens of a request were guessed, counted for each request: it
+    got 1 + accepted_tokens / guessed_steps tokens in one of them.
+    """
+    draft_seconds: _builtins.float
+    """Seconds that the draft model has computed since the phase began."""
     busy_seconds: _builtins.float
     """Seconds that the engine has computed since the process started."""
     up_seconds: _builtins.float
@@ -1513,6 +1521,8 @@ class Load(_message.Message):
         kept_pages: _builtins.int = ...,
         guessed_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        guessed_steps: _builtins.int = ...,
+        draft_seconds: _builtins.float = ...,
         busy_seconds: _builtins.float = ...,
         up_seconds: _builtins.float = ...,
         transfers: _builtins.int = ...,
@@ -1521,7 +1531,7 @@ class Load(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "adapters", b"adapters", "busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "guessed_tokens", b"guessed_tokens", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "adapters", b"adapters", "busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "draft_seconds", b"draft_seconds", "fault", b"fault", "free_pages", b"free_pages", "guessed_steps", b"guessed_steps", "guessed_tokens", b"guessed_tokens", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,6 +99,8 @@ def _evidence(seen: pb.Diagnosis, queued: int) -> list[str]:
         f"decode: {_pool(decode)}, {_count(decode.running, 'request')} in batches,"
         f" {decode.free_share:.0%} of the pages free",
     ]
+    if decode.guessed_steps:
+        lines.append(f"speculation: {_guesses(decode)}")
     if queued:
         verb = "waits" if queued == 1 else "wait"
         lines.append(f"router: {_count(queued, 'request')} {verb} for a worker with room")
@@ -121,6 +123,15 @@ def _evidence(seen: pb.Diagnosis, queued: int) -> list[str]:
         f" {_ms(traffic.admit_seconds)} for a place in a batch",
         *lines,
     ]
+
+
+def _guesses(decode: pb.PoolLoad) -> str:
+    share = decode.accepted_tokens / max(decode.guessed_tokens, 1)
+    each = 1 + decode.accepted_tokens / decode.guessed_steps
+    return (
+        f"{share:.0%} of {decode.guessed_tokens:,} guesses right, {each:.1f} tokens of a request in"
+        " a step with guesses"
+    )
 
 
 def _cached_share(traffic: pb.Traffic) -> float:

@@ -170,4 +170,7 @@ def _pool_load(links: Sequence[WorkerLink]) -> pb.PoolLoad:
         queued_tokens=sum(load.queued_tokens for load in loads),
         free_share=free / total if total else 0.0,
         transfers=sum(load.transfers for load in loads),
+        guessed_tokens=sum(load.guessed_tokens for load in loads),
+        accepted_tokens=sum(load.accepted_tokens for load in loads),
+        guessed_steps=sum(load.guessed_steps for load in loads),
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from adapters import save_adapter
+from draft_models import save_draft
 from engine_loop import answer, load
 from processes import ProcessCluster
 from quantized_models import save_quantized
@@ -74,7 +75,7 @@ class Drawn:
         quantized = QUANTIZED.get(family, "") if draw.random() < 0.5 else ""
         event = EVENTS[seed % len(EVENTS)]
         requests = _requests(draw)
-        tree["speculation"] = draw.choice(["off", "ngram"])
+        tree["speculation"] = draw.choice(["off", "ngram", "draft"])
         tree["quantization"] = draw.choice(["int8", "none", "int4"]) if not split else "none"
         if draw.random() < 0.7 and "deepseek" not in family:
             requests = [(*each[:2], "lora" * draw.randrange(2)) for each in requests]
@@ -88,6 +89,9 @@ class Drawn:
         base = (
             save_quantized(self.quantized, folder, model) if self.quantized else save(model, folder)
         )
+        if self.tree["speculation"] == "draft":
+            save(model, folder / "same")
+            self.tree["draft_model"] = str(save_draft(folder / "same", folder / "draft", 0.01))
         if not any(adapter for _, _, adapter in self.requests):
             return {"": base}
         self.tree["adapters"] = {"lora": str(folder / "lora")}

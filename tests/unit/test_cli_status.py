@@ -49,7 +49,10 @@ def test_status_shows_what_is_in_the_second_tier(router: ScriptedRouter) -> None
 def test_status_shows_how_many_guesses_were_right(router: ScriptedRouter) -> None:
     router.status.workers[1].load.guessed_tokens = 20
     router.status.workers[1].load.accepted_tokens = 13
-    assert "13 of 20 guesses right" in run(router, "status").stdout
+    router.status.workers[1].load.guessed_steps = 10
+    shown = run(router, "status").stdout
+    assert "13 of 20 guesses right" in shown
+    assert "2.3 tokens a step with guesses" in shown
 
 
 def test_status_shows_quantized_weights_and_pages(router: ScriptedRouter) -> None:

@@ -136,6 +136,17 @@ def test_a_full_pool_needs_memory_and_a_full_batch_a_larger_one() -> None:
     assert "max_batch" in diagnose(asked, HALF, waiting, 0).advice[0]
 
 
+def test_guesses_are_evidence_where_there_are_any() -> None:
+    decode = pb.PoolLoad(guessed_tokens=2000, accepted_tokens=1500, guessed_steps=1000)
+    decode.MergeFrom(HALF)
+    evidence = diagnose(pb.Traffic(), HALF, decode, 0).evidence
+    assert (
+        "speculation: 75% of 2,000 guesses right, 2.5 tokens of a request in a step with guesses"
+        in evidence
+    )
+    assert not any("guesses" in line for line in diagnose(pb.Traffic(), HALF, HALF, 0).evidence)
+
+
 def test_percentiles_are_within_a_few_percent() -> None:
     histogram = Histogram()
     for value in range(1, 10_001):

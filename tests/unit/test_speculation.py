@@ -19,15 +19,16 @@ from baton.core.config import Config
 from baton.core.errors import InvalidConfig, InvalidGrammar
 from baton.core.types import AttemptKey, Sampling, Structure, Work
 from baton.decode_worker.speculation import Speculation
+from baton.engine.acceptance import Acceptance
 from baton.engine.engine import Engine
 from baton.engine.model_choice import WeightQuantization
 from baton.engine.page_pool import PagePool
 from baton.engine.prompt_lookup import (
     MOST_KEPT,
     MOST_TENANTS,
-    Acceptance,
     PastAnswers,
     PromptLookup,
+    new_acceptance,
 )
 from baton.engine.sequence import Sequence
 from baton.router.prompts.output_grammar import grammar_of
@@ -334,7 +335,7 @@ def test_a_tenants_past_answers_are_guessed_and_nobody_elses() -> None:
         sequence = Sequence(work, pool.acquire(1))
         guesses = speculation._offered(sequence)
         sequence.append(*answer)
-        speculation.keep(sequence)
+        speculation.end(sequence)
         assert guesses == []
     for tenant, expected in (("a", answer), ("b", answer), ("c", [])):
         work = Work(KEY, [7, 7, 1, 2, 3, 4], Sampling(), 30, frozenset(), cache_salt=tenant)
@@ -368,7 +369,7 @@ def test_past_answers_are_bounded() -> None:
 
 
 def test_what_earlier_sequences_guessed_wrong_is_not_tried_again() -> None:
-    seen = Acceptance()
+    seen = new_acceptance()
     tokens = [1, 2, 3, 1, 2]
     lookup = lookup_of(tokens, seen)
     before = next(lookup_of([1, 2, 3, 1, 2], seen).chances(1))

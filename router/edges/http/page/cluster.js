@@ -78,7 +78,7 @@ function facts({ load, member, prompt_tokens: prompt, cached_tokens: cached, qua
     member.role,
     quantization,
     kv_dtype && `${kv_dtype} pages`,
-    load.guessed_tokens && `speculation: ${share(load.accepted_tokens / load.guessed_tokens)} of ${count(load.guessed_tokens)} guesses right`,
+    load.guessed_tokens && `speculation: ${share(load.accepted_tokens / load.guessed_tokens)} of ${count(load.guessed_tokens)} guesses right${load.guessed_steps ? `, ${(1 + load.accepted_tokens / load.guessed_steps).toFixed(1)} tokens a step` : ""}`,
     ...(adapters ?? []).map((adapter) => `adapter ${adapter.name ?? adapter}`),
     prompt && `${share(cached / prompt)} of prompts cached`,
     load.waiting && `${count(load.waiting)} waiting`,

@@ -1,0 +1,347 @@
+"""Guesses of a draft model: a smaller one of the same vocabulary, which runs ahead of requests.
+
+    a request decodes ─▶ reading ─▶ ready ─▶ rounds before each step ─▶ dropped with its pages
+                            ▲         │                                    ▲
+                            └─────────┘ behind by many tokens              │
+                            └─────────┴── no page left, preempted, ended ──┘
+
+The draft has pages of its own. It computes prompts by itself, so nothing of it is transferred, and
+what is dropped is computed again, as far as its prefix cache does not have it.
+
+A round runs one token of each request and draws the next as the request itself would: with its
+sampling, its grammar, and the noise of its seed and the position. So drawn tokens are guessed as
+well as the best ones. A round is run while it is predicted to bring more tokens a second than the
+step has without it, by the fitted cost of both models and the share of guesses that were right. How
+likely the draft itself finds a guess says most about that.
+
+What is not predicted to pay, such as a prompt of which nothing is known yet, is paid for out of an
+account: it has what guesses have saved, and a small share of all time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from baton.core.errors import BatonError
+from baton.core.online_fit import OnlineFit
+from baton.core.types import Work
+from baton.engine.acceptance import Acceptance
+from baton.engine.engine import Engine
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Sequence
+from baton.engine.step import Drawn, Outcome, Plan, token_and_logprobs
+from baton.worker.step_pipeline import launch
+from baton.worker.step_record import StepRecord
+
+KINDS = ((0.3, 0.3), (0.6, 0.5), (0.85, 0.75), (0.97, 0.9), (2.0, 0.97))
+"""By the probability that the draft gives its guess, up to these: the share of right guesses that
+is assumed at first."""
+ANY, ANY_SHARE = len(KINDS), 0.7
+"""The kind of a guess that is not made yet."""
+
+STEP_SECONDS, ROW_SECONDS, CHUNK_SECONDS = 3e-3, 3e-4, 2e-4
+"""Assumed until the draft's steps have been measured: a step, a row, a token of a longer chunk."""
+MEMORY = 200.0
+
+MOST_BEHIND = 16
+"""A request that has more tokens to catch up with is read before it is guessed."""
+ROOM = 1.5
+"""A request is followed where there is room for so many times its tokens. So a prompt is not
+computed again and again in a full pool: its request has grown by half when it must give way."""
+
+MOST_SAVED = 0.5
+"""The share of an answer's time that guesses may save: a prompt that takes longer is not read."""
+
+TRIAL_SHARE = 0.02
+MOST_CREDIT, MOST_DEBT = 2.0, 10.0
+"""The share of time, and the seconds, that what does not pay may take."""
+
+
+class Pace(NamedTuple):
+    """Of a step without the draft's guesses."""
+
+    tokens: float
+    seconds: float
+    row: float  # seconds of one row more
+
+
+class Offer(NamedTuple):
+    """Guesses of a request, and for each the chance that it and all before it are right."""
+
+    guesses: list[int]
+    chances: list[float]
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """The draft's state of a request."""
+
+    sequence: Sequence  # with the draft's pages; its last tokens may be guesses
+    acceptance: Acceptance
+    known: int  # tokens that are the request's
+    kinds: list[int] = field(default_factory=list)  # of the guesses behind them
+    chances: list[float] = field(default_factory=list)
+    most: int = 0  # guesses that are wanted in this step
+    failed: bool = False  # the draft cannot compute it
+
+    @property
+    def guesses(self) -> list[int]:
+        return self.sequence.tokens[self.known :]
+
+    @property
+    def chance(self) -> float:
+        """That another guess and all before it are right."""
+        return (self.chances[-1] if self.chances else 1.0) * self.acceptance.share(ANY)
+
+    def follow(self, tokens: list[int]) -> int:
+        """Takes over the request's tokens. Returns how many guesses were right."""
+        right = 0
+        for kind, guess, token in zip(self.kinds, self.guesses, tokens[self.known :], strict=False):
+            self.acceptance.note(kind, right=guess == token)
+            self.acceptance.note(ANY, right=guess == token)
+            if guess != token:
+                break
+            right += 1
+        computed = min(self.sequence.computed, self.known + right, len(tokens) - 1)
+        self.sequence.tokens[self.known :] = tokens[self.known :]
+        self.sequence.computed = computed
+        self.known, self.kinds, self.chances = len(tokens), [], []
+        self.sequence.settle(computed)
+        return right
+
+    def add(self, token: int, logprob: float) -> None:
+        probability = math.exp(logprob)
+        kind = next(kind for kind, (most, _) in enumerate(KINDS) if probability < most)
+        before = self.chances[-1] if self.chances else 1.0
+        self.chances.append(before * self.acceptance.share(kind))
+        self.kinds.append(kind)
+        self.sequence.tokens.append(token)
+
+
+class Drafts:
+    """`vocabulary` is the size of the main model's, which may be padded otherwise."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        vocabulary: int,
+        chunk_tokens: int,
+        record: StepRecord | None = None,
+        cost: OnlineFit | None = None,
+    ) -> None:
+        self._engine = engine
+        self._pool: PagePool = engine.pool
+        self._vocabulary = min(vocabulary, engine.architecture.vocabulary_size)
+        self._chunk_tokens = chunk_tokens
+        self._record = record or StepRecord()
+        self._cost = cost or OnlineFit((STEP_SECONDS, ROW_SECONDS, CHUNK_SECONDS), MEMORY)
+        self._seen = Acceptance([*(share for _, share in KINDS), ANY_SHARE])
+        self._followers: dict[Sequence, Follower] = {}
+        self._account = 0.0
+        self._token_seconds = 0.0  # what a right guess saves
+        self.seconds = 0.0  # that its steps took
+        self.compared = self.right = 0  # guesses, run by the main model or not
+
+    def earn(self, seconds: float) -> None:
+        """A step of the main model took `seconds`."""
+        self._pay(TRIAL_SHARE * seconds)
+
+    def drop(self, request: Sequence) -> None:
+        """Compares its last guesses, and gives its pages back."""
+        follower = self._followers.pop(request, None)
+        if follower and not follower.failed:
+            self._follow(follower, request.tokens)
+            follower.sequence.lease.release()
+
+    def check(self) -> str:
+        """Empty while no page is lost. To be asked when there are no requests."""
+        return self._pool.check_integrity(held=0)
+
+    def share(self, request: Sequence) -> float:
+        """The chance that a first guess is right."""
+        follower = self._followers.get(request)
+        return (follower.acceptance if follower else self._seen).share(ANY)
+
+    def offer(self, wanted: dict[Sequence, int], pace: Pace, most: int) -> dict[Sequence, Offer]:
+        """Guesses for requests that decode: of each at most as many as it wants, and `most` in
+        all."""
+        self._token_seconds = pace.seconds / max(pace.tokens, 1.0)
+        for request in wanted:
+            if (follower := self._followers.get(request)) and not follower.failed:
+                self._follow(follower, request.tokens)
+        self._read([request for request, depth in wanted.items() if depth > 0])
+        ready = {}
+        for request, depth in wanted.items():
+            follower = self._followers.get(request)
+            if follower and not follower.failed and _behind(follower) <= MOST_BEHIND and depth > 0:
+                follower.most, ready[request] = depth, follower
+        self._guess(ready, pace, most)
+        return {
+            request: Offer(each.guesses, each.chances)
+            for request, each in ready.items()
+            if each.kinds
+        }
+
+    def _follow(self, follower: Follower, tokens: list[int]) -> None:
+        guessed, came = len(follower.kinds), len(tokens) - follower.known
+        right = follower.follow(tokens)
+        self.compared += min(guessed, came, right + 1)
+        self.right += right
+        self._pay(self._token_seconds * right)
+
+    def _read(self, requests: list[Sequence]) -> None:
+        """Computes a chunk of tokens that the draft has not seen, of the oldest requests first."""
+        budget, plan, readers = self._chunk_tokens, Plan(), {}
+        for request in requests:
+            follower = self._followers.get(request) or self._begin(request)
+            if not follower or follower.failed or _behind(follower) <= 1 or budget <= 0:
+                continue
+            if _behind(follower) <= MOST_BEHIND:
+                continue  # catches up in its next round
+            sequence = follower.sequence
+            count = sequence.cover(min(budget, sequence.uncomputed - 1), self._pool)
+            if not count:
+                self.drop(request)
+                continue
+            plan[sequence], readers[sequence] = count, follower
+            budget -= count
+        self._run(plan, readers)
+
+    def _begin(self, request: Sequence) -> Follower | None:
+        """Starts to follow a request where there is room, and seconds on the account."""
+        tokens, work = request.tokens, request.work
+        room = self._pool.pages_for(int(ROOM * len(tokens)) + 1) * self._pool.slices
+        if self._account < 0.0 or work.alone or room > self._pool.free:
+            return None
+        left = self._token_seconds * (work.max_tokens - request.generated)
+        if self._cost.coefficients[2] * len(tokens) > MOST_SAVED * left:
+            return None
+        if len(tokens) >= self._engine.context_length or max(tokens) >= self._vocabulary:
+            return None
+        chain = self._pool.chain(work.cache_salt)
+        keys = chain.to_find(tokens)
+        lease = self._pool.acquire(self._pool.pages_for(len(tokens)), keys)
+        sequence = Sequence(_draft_work(work), lease, list(tokens), chain=chain)
+        sequence.computed = sequence.cached_tokens
+        sequence.guide = request.guide
+        follower = Follower(sequence, self._seen.of_sequence(), len(tokens))
+        self._followers[request] = follower
+        return follower
+
+    def _guess(self, ready: dict[Sequence, Follower], pace: Pace, most: int) -> None:
+        """Rounds, as long as they pay; else at most one, if the account has seconds for it."""
+        going = dict(ready)
+        while going := {request: each for request, each in going.items() if self._fits(each)}:
+            chosen, pace = self.worth(going, pace)
+            untried = not any(each.kinds for each in ready.values())
+            if not chosen and untried and self._account > 0.0:
+                chosen = [max(going, key=lambda request: going[request].chance)]
+            going = {request: going[request] for request in chosen[:most]}
+            most -= len(going)
+            if not going:
+                return
+            self._pay(-pace.row * len(going))
+            going = self._round(going)
+
+    def worth(self, going: dict[Sequence, Follower], pace: Pace) -> tuple[list[Sequence], Pace]:
+        """The requests, the likeliest first, of which another guess pays; and the pace with
+        these."""
+        step, row, _ = self._cost.coefficients
+        price, gained, chosen = step, 0.0, []
+        for request in sorted(going, key=lambda request: -going[request].chance):
+            chance = going[request].chance
+            if chance * pace.seconds <= pace.tokens * (row + pace.row):
+                break
+            chosen.append(request)
+            price, gained = price + row + pace.row, gained + chance
+        if gained * pace.seconds <= pace.tokens * price:
+            return [], pace
+        return chosen, Pace(pace.tokens + gained, pace.seconds + price, pace.row)
+
+    def _fits(self, follower: Follower) -> bool:
+        """Whether it wants another guess, and the draft can compute it."""
+        short = len(follower.kinds) < follower.most
+        return short and len(follower.sequence.tokens) < self._engine.context_length
+
+    def _round(self, going: dict[Sequence, Follower]) -> dict[Sequence, Follower]:
+        """Adds a guess to each. Returns those behind which another may come."""
+        plan, runners = Plan(), {}
+        for request, follower in going.items():
+            sequence = follower.sequence
+            if not self._look_ahead(follower):
+                continue
+            if sequence.cover(sequence.uncomputed, self._pool) < sequence.uncomputed:
+                self.drop(request)
+                continue
+            plan[sequence], runners[sequence] = sequence.uncomputed, follower
+        drawn = self._run(plan, runners)
+        return {
+            request: follower
+            for request, follower in going.items()
+            if follower.sequence in drawn and self._take(follower, drawn[follower.sequence])
+        }
+
+    def _take(self, follower: Follower, drawn: Drawn) -> bool:
+        """False from a stop token on, or from one that the main model does not have."""
+        token, logprobs = token_and_logprobs(drawn)
+        work = follower.sequence.work
+        if token in work.stop_token_ids or token >= self._vocabulary or logprobs is None:
+            return False
+        follower.add(token, logprobs.logprob)
+        return True
+
+    def _look_ahead(self, follower: Follower) -> bool:
+        """Has the grammar follow the guesses. Whether it could."""
+        sequence, guesses = follower.sequence, follower.guesses
+        sequence.assumed = len(guesses)
+        return not (sequence.guide and guesses) or sequence.guide.look_ahead(guesses) == guesses
+
+    def _run(self, plan: Plan, followers: dict[Sequence, Follower]) -> dict[Sequence, Drawn]:
+        """What was drawn. A request that the draft fails at goes on without it."""
+        if not plan:
+            return {}
+        single = sum(count == 1 for count in plan.values())
+        features = (1, single, sum(plan.values()) - single)
+        self._record.begin(list(plan))
+        began = time.monotonic()
+        outcomes: list[Outcome] = launch(self._engine, plan).wait()
+        seconds = time.monotonic() - began
+        self._record.end()
+        self.seconds += seconds
+        self._cost.note(features, seconds)
+        self._pay(-self._cost.predict(features))
+        drawn = {}
+        for sequence, outcome in zip(plan, outcomes, strict=True):
+            if isinstance(outcome, BatonError):
+                self._fail(followers[sequence])
+            elif isinstance(outcome, Drawn):
+                drawn[sequence] = outcome
+        return drawn
+
+    def _fail(self, follower: Follower) -> None:
+        follower.failed = True
+        follower.sequence.lease.forget()
+        follower.sequence.lease.release()
+
+    def _pay(self, seconds: float) -> None:
+        self._account = min(max(self._account + seconds, -MOST_DEBT), MOST_CREDIT)
+
+
+def _behind(follower: Follower) -> int:
+    return follower.sequence.uncomputed
+
+
+def _draft_work(work: Work) -> Work:
+    """What the draft draws with: the same sampling, and log probabilities of what it draws."""
+    return replace(
+        work,
+        logprobs=0,
+        prompt_logprobs=None,
+        grammar="",
+        adapter=None,
+        pooling=None,
+        retain_seconds=0,
+    )

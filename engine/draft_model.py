@@ -1,0 +1,121 @@
+"""A draft model, which runs beside the main one on a decode worker: what both must have in common,
+and the draft's engine, with pages of its own.
+
+The draft is never split: rank 0 runs all of it. Imports no torch: a cluster is checked before it
+starts.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.core import model_store
+from baton.core.config import Config
+from baton.core.errors import InvalidConfig, ModelNotFound, NotServed
+from baton.engine.grammar import tokenizer_text
+from baton.engine.model_choice import (
+    AnyArchitecture,
+    check_kv_dtype,
+    check_quantization,
+    read_model,
+    stored_shape,
+)
+
+if TYPE_CHECKING:
+    from baton.engine.engine import Engine
+
+FIELD = "draft_model"
+
+
+def find_draft(config: Config, model: Path, *, weights: bool) -> Path | None:
+    """The draft model's folder, None where none is configured. Raises why it cannot go with the
+    model in the folder `model`."""
+    if (config.speculation == "draft") != bool(config.draft_model):
+        raise InvalidConfig(
+            "speculation draft needs a draft_model, and nothing else uses one", field=FIELD
+        )
+    if not config.draft_model:
+        return None
+    try:
+        folder = model_store.locate(config.draft_model, weights=weights)
+    except ModelNotFound as error:
+        raise ModelNotFound(error.message, field=FIELD) from error
+    architecture = read_model(folder, "auto", config.max_context)
+    check_quantization(config.quantization, architecture, config.device, config.dtype)
+    check_kv_dtype(config.kv_dtype, architecture, config.device)
+    check_vocabulary(model, folder)
+    return folder
+
+
+def check_vocabulary(model: Path, draft: Path) -> None:
+    """Raises InvalidConfig unless a token id means the same to both. Either may have more rows in
+    its embedding than its tokenizer has tokens."""
+    here, there = _tokens(model), _tokens(draft)
+    if not here or not there:
+        _check_sizes(model, draft, tokenizers=bool(here or there))
+        return
+    if here == there:
+        return
+    token = min(
+        token for token in here.keys() | there.keys() if here.get(token) != there.get(token)
+    )
+    raise InvalidConfig(
+        f"draft_model {draft.name} has another vocabulary than the model: token {token} is"
+        f" {there.get(token)!r} there and {here.get(token)!r} here",
+        field=FIELD,
+    )
+
+
+def _check_sizes(model: Path, draft: Path, *, tokenizers: bool) -> None:
+    """Of models that only take token ids."""
+    here, there = (read_model(folder, "auto").vocabulary_size for folder in (model, draft))
+    if tokenizers or here != there:
+        raise InvalidConfig(
+            f"draft_model {draft.name} has another vocabulary than the model: {there} tokens, not"
+            f" {here}, or a tokenizer that the other lacks",
+            field=FIELD,
+        )
+
+
+def load_draft(config: Config, folder: Path, main: Engine) -> Engine:
+    """`config` is settled. The calling thread's engine."""
+    architecture = read_model(folder, "auto", config.max_context)
+    page = _page_bytes(architecture, config, main)
+    if 0 < config.draft_kv_memory < page:
+        raise InvalidConfig(
+            f"{config.draft_kv_memory} bytes hold no page of the draft model: one takes {page}",
+            field="draft_kv_memory",
+        )
+    engine = type(main).load(
+        folder,
+        dtype=main.dtype,
+        page_size=config.page_size,
+        kv_memory=config.draft_kv_memory or main.pool.total // main.pool.slices * page,
+        max_context=config.max_context,
+        random_weights=config.weights == "random",
+        quantization=config.quantization,
+        kv_dtype=config.kv_dtype,
+    )
+    if main.pool.root is not None:  # its pages are found by its own requests alone
+        engine.pool.root = bytes.fromhex(engine.fingerprint)
+    return engine
+
+
+def _tokens(folder: Path) -> dict[int, str]:
+    """By id; none without a tokenizer."""
+    try:
+        text = tokenizer_text(folder)
+    except NotServed:
+        return {}
+    from tokenizers import Tokenizer
+
+    return {number: token for token, number in Tokenizer.from_str(text).get_vocab().items()}
+
+
+def _page_bytes(architecture: AnyArchitecture, config: Config, main: Engine) -> int:
+    """Of as many tokens as a page has, in all slices of the layers."""
+    shape = stored_shape(architecture.pages_shape(1, config.page_size), config.kv_dtype)
+    size = 1 if config.kv_dtype == "int8" else main.dtype.itemsize
+    return math.prod(shape) * size * len(architecture.slices.windows)

@@ -1,0 +1,67 @@
+"""Draft models for tests: how often they are right is the test's choice, and so is what they cost.
+
+A draft is the model itself, or it with noise on its weights. A model with further layers that add
+nothing answers as before, to the bit, and costs more than its draft.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import change_config
+
+from baton.core.online_fit import OnlineFit
+
+WEIGHTS = "model.safetensors"
+ADDING = ("o_proj.weight", "down_proj.weight")
+"""What a layer adds to its rows is a product with one of these."""
+
+
+class FixedCost(OnlineFit):
+    """Learns nothing, so that what is decided by it does not depend on the machine."""
+
+    def note(self, features: object, seconds: float) -> None:
+        pass
+
+
+def main_cost() -> FixedCost:
+    return FixedCost((1e-2, 1e-4), 1.0)
+
+
+def draft_cost(step: float = 1e-4) -> FixedCost:
+    return FixedCost((step, 1e-5, 1e-6), 1.0)
+
+
+def save_draft(model: Path, folder: Path, noise: float = 0.0) -> Path:
+    """Of a model whose weights are one file."""
+    shutil.copytree(model, folder)
+    if noise:
+        generator = torch.Generator().manual_seed(5)
+        tensors = load_file(folder / WEIGHTS)
+        for name, tensor in tensors.items():
+            changed = torch.randn(tensor.shape, generator=generator) * noise * tensor.std()
+            tensors[name] = tensor + changed.to(tensor.dtype)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def deepen(model: Path, layers: int) -> None:
+    """Adds layers that are copies of the last one but add nothing."""
+    tensors = load_file(model / WEIGHTS)
+    config = json.loads((model / "config.json").read_text())
+    count = config["num_hidden_layers"]
+    last = f"model.layers.{count - 1}."
+    for name in [name for name in tensors if name.startswith(last)]:
+        for number in range(count, count + layers):
+            copy = tensors[name].clone()
+            if name.endswith(ADDING):
+                copy.zero_()
+            tensors[name.replace(last, f"model.layers.{number}.")] = copy
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+    kinds = config.get("layer_types")
+    longer = [*kinds, *kinds[-1:] * layers] if kinds else None
+    change_config(model, num_hidden_layers=count + layers, layer_types=longer)

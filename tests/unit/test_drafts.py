@@ -1,0 +1,277 @@
+"""Answers with a draft model's guesses equal those without, and the draft's pages come back."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from draft_models import draft_cost, main_cost, save_draft
+from random_schemas import random_schema
+from rank_threads import split_engine
+from speculating import Loop
+from text_model import END, save_text_model, tokenizer
+from tiny_models import TINY_MODELS, VOCABULARY, save
+
+from baton.core.types import AttemptKey, Sampling, Structure, Work
+from baton.decode_worker.drafts import Drafts, Follower, Pace
+from baton.decode_worker.speculation import MOST_GUESSES, Speculation
+from baton.engine.engine import Engine
+from baton.router.prompts.output_grammar import grammar_of
+
+ANSWER = 30
+KEY = AttemptKey("", 0)
+WARM = Sampling(temperature=1.0, seed=3)
+SAMPLINGS = [
+    Sampling(),
+    WARM,
+    Sampling(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5),
+    Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
+    Sampling(temperature=0.8, frequency_penalty=1.0, logit_bias=((5, 4.0), (9, -5.0)), seed=2),
+    Sampling(no_repeat_ngram_size=2, bad_words_ids=((4,), (7, 8)), suppress_tokens=(1, 2)),
+    Sampling(temperature=1.0, min_tokens=12, seed=9),
+]
+NOISE = 0.02
+MODELS = {"llama": "llama", "gemma2": "gemma2", "deepseek-v3": "llama", "qwen3-moe": "qwen3-moe"}
+
+
+def works(samplings: list[Sampling], stops: frozenset[int] = frozenset()) -> list[Work]:
+    draw = random.Random(1)
+    return [
+        Work(
+            KEY,
+            [draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 6, 23, 60)))],
+            sampling,
+            ANSWER,
+            stops,
+            logprobs=number % 3 if number % 2 else None,
+        )
+        for number, sampling in enumerate(samplings)
+    ]
+
+
+def load(folder: Path, **options: object) -> Engine:
+    options = {"page_size": 4, "kv_memory": 8 << 20, **options}
+    engine = Engine.load(folder, **options)  # type: ignore[arg-type]
+    engine.pool.root = b"root"
+    return engine
+
+
+class Drafting(Loop):
+    """A decode worker's loop with a draft model, whose costs are fixed."""
+
+    def __init__(self, engine: Engine, draft: Engine, step: float = 1e-4, **limits: int) -> None:
+        vocabulary = engine.architecture.vocabulary_size
+        self.drafts = Drafts(draft, vocabulary, 64, cost=draft_cost(step))
+        super().__init__(engine, Speculation(self.drafts, main_cost()), **limits)
+        self.draft = draft
+
+    def step(self) -> bool:
+        more = super().step()
+        if not more:
+            assert not self.drafts.check(), "all pages of the draft came back"
+        return more
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model_and_sampling_answers_as_without(name: str, tmp_path: Path) -> None:
+    save(TINY_MODELS[name], tmp_path / "model")
+    save(TINY_MODELS[MODELS[name]], tmp_path / "other")
+    engine, asked = load(tmp_path / "model"), works(SAMPLINGS)
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    save_draft(tmp_path / "other", tmp_path / "draft", NOISE)
+    loop = Drafting(engine, load(tmp_path / "draft"))
+    assert loop.answer(asked) == plain
+    assert loop.guesses > loop.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_draft_that_is_the_model_is_right_about_everything(name: str, tmp_path: Path) -> None:
+    """Penalties, bans, seeds and grammars are the draft's too."""
+    save(TINY_MODELS[name], tmp_path)
+    engine, draft, asked = load(tmp_path), load(tmp_path, page_size=2), works(SAMPLINGS)
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    loop = Drafting(engine, draft)
+    assert loop.answer(asked) == plain
+    assert loop.guesses == loop.accepted > len(asked) * ANSWER // 2
+    assert draft.pool.cache.found == 0
+    again = Drafting(engine, draft)
+    assert again.answer(asked) == plain
+    assert again.guesses == again.accepted, "with cached prefixes"
+    assert draft.pool.cache.found > 0
+
+
+def test_stop_tokens_batch_limits_and_chunks_are_kept_to(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine = load(tmp_path)
+    asked = works([*SAMPLINGS, *SAMPLINGS], frozenset(range(0, VOCABULARY, 9)))
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    for max_batch, chunk_tokens in ((3, 5), (20, 40), (64, 256)):
+        loop = Drafting(engine, load(tmp_path), max_batch=max_batch, chunk_tokens=chunk_tokens)
+        assert loop.answer(asked) == plain
+        assert loop.most_guesses < max_batch
+
+
+def test_preempted_requests_answer_as_without(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine, draft, asked = load(tmp_path), load(tmp_path), works(SAMPLINGS)
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    with engine.pool.lease([], engine.pool.free - 40):
+        loop = Drafting(engine, draft)
+        assert loop.answer(asked) == plain
+    assert loop.preempted
+    assert loop.guesses == loop.accepted > 0
+
+
+@pytest.mark.parametrize("pages", [3, 12, 40])
+def test_a_full_pool_of_the_draft_costs_guesses_alone(pages: int, tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine, draft, asked = load(tmp_path), load(tmp_path), works(SAMPLINGS)
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    with draft.pool.lease([], draft.pool.free - pages):
+        loop = Loop(
+            engine, Speculation(Drafts(draft, VOCABULARY, 64, cost=draft_cost()), main_cost())
+        )
+        assert loop.answer(asked) == plain
+        assert draft.pool.leased == draft.pool.total - pages
+    assert loop.guesses
+
+
+def test_a_continued_answer_is_followed_from_its_start(tmp_path: Path) -> None:
+    """As after a migration: the tokens of earlier attempts stand in the prompt."""
+    save(TINY_MODELS["llama"], tmp_path)
+    engine, asked = load(tmp_path), works(SAMPLINGS)
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    moved = [
+        replace(work, prompt_tokens=[*work.prompt_tokens, *tokens[:9]], answer_tokens=9)
+        for work, (tokens, *_) in zip(asked, plain, strict=True)
+    ]
+    loop = Drafting(engine, load(tmp_path))
+    assert [each.tokens for each in loop.answer(moved)] == [each.tokens for each in plain]
+    assert loop.guesses == loop.accepted > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_answers_with_a_grammar_are_as_without(seed: int, tmp_path: Path) -> None:
+    save_text_model(tmp_path / "model")
+    engine = load(tmp_path / "model", kv_memory=64 << 20)
+    stops = frozenset({tokenizer().token_to_id(END)})
+    draw = random.Random(seed)
+    schemas = [json.dumps(random_schema(draw)) for _ in SAMPLINGS]
+    asked = [
+        Work(KEY, [3, 50, 7], sampling, 60, stops, grammar=grammar_of(Structure("json_schema", s)))
+        for sampling, s in zip(SAMPLINGS, schemas, strict=True)
+    ]
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    for noise in (0.0, NOISE):
+        save_draft(tmp_path / "model", tmp_path / f"draft{noise}", noise)
+        loop = Drafting(engine, load(tmp_path / f"draft{noise}", kv_memory=64 << 20))
+        assert loop.answer(asked) == plain
+        assert loop.accepted
+
+
+def test_two_ranks_and_models_over_codes_answer_as_without(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    asked, draft = works(SAMPLINGS[:4]), load(tmp_path, quantization="int8", kv_dtype="int8")
+    with split_engine(tmp_path, 2, tmp_path) as split:
+        plain = [Loop(split.engine).answer([each])[0] for each in asked]
+        assert Drafting(split.engine, draft).answer(asked) == plain
+    engine = load(tmp_path, quantization="int8", kv_dtype="int8")
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    loop = Drafting(engine, draft)
+    assert loop.answer(asked) == plain
+    assert loop.guesses == loop.accepted > 0
+
+
+def test_a_draft_that_breaks_fails_no_request(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine, draft, asked = load(tmp_path), load(tmp_path), works(SAMPLINGS)
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    draft._runner._model.embedding[7:90] = float("nan")  # type: ignore[attr-defined]
+    assert Drafting(engine, draft).answer(asked) == plain
+
+
+def test_a_draft_knows_fewer_tokens_or_a_shorter_context(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path / "model")
+    save(TINY_MODELS["llama"].changed(vocab_size=VOCABULARY - 40), tmp_path / "fewer")
+    engine, asked = load(tmp_path / "model"), works(SAMPLINGS)
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    for draft in (load(tmp_path / "fewer"), load(tmp_path / "model", max_context=40)):
+        loop = Drafting(engine, draft)
+        assert loop.answer(asked) == plain
+        assert loop.guesses
+
+
+def test_over_many_draws_the_distribution_is_the_models(tmp_path: Path) -> None:
+    """Of the second token, which is the first that can be guessed, whatever the first one is."""
+    draws, prompt = 3000, [5, 17, 40]
+    oracle = save(TINY_MODELS["llama"], tmp_path / "model")
+    draft = save_draft(tmp_path / "model", tmp_path / "draft", NOISE)
+    loop = Drafting(load(tmp_path / "model"), load(draft), max_batch=150)
+    asked = [
+        Work(KEY, prompt, Sampling(temperature=1.0, seed=seed), 3, frozenset())
+        for seed in range(draws)
+    ]
+    parts = [asked[start : start + 50] for start in range(0, draws, 50)]
+    drawn = torch.tensor([each.tokens[1] for part in parts for each in loop.answer(part)])
+    assert loop.guesses > loop.accepted > draws // 4
+    with torch.inference_mode():
+        first = oracle(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+        after = torch.tensor([[*prompt, token] for token in range(VOCABULARY)])
+        expected = draws * first @ oracle(after).logits[:, -1].double().softmax(-1)
+    found = drawn.bincount(minlength=VOCABULARY).double()
+    rare = expected < 5  # together, as the test's approximation asks for
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    found = torch.cat((found[~rare], found[rare].sum()[None]))
+    squares = ((found - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(expected) - 1.0, dtype=torch.float64)
+    assert torch.special.gammaincc(freedom / 2, squares / 2) > 0.001
+
+
+def test_a_draft_that_costs_as_much_as_the_model_is_tried_and_left(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine, asked = load(tmp_path), works(SAMPLINGS)
+    loop = Drafting(engine, load(tmp_path), step=2e-2)
+    loop.answer(asked)
+    assert loop.guesses <= len(asked) * 2
+
+
+def follower(chance: float) -> Follower:
+    made = Follower.__new__(Follower)
+    made.chances, made.acceptance = [chance], type("Sure", (), {"share": lambda self, kind: 1.0})()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("chances", "step", "row", "expected"),
+    [
+        ([0.9], 0.3, 0.01, 1),  # 0.9 tokens in 0.32 steps
+        ([0.9], 0.95, 0.01, 0),
+        ([0.9, 0.9, 0.9], 0.95, 0.01, 0),  # 3 tokens a step without: 2.7 in 1.01 steps
+        ([0.9, 0.9, 0.9], 0.7, 0.01, 3),
+        ([0.9, 0.01, 0.9], 0.3, 0.01, 2),  # a row costs more than the unlikely one brings
+        ([], 0.3, 0.01, 0),
+    ],
+)
+def test_a_round_is_run_where_it_pays(
+    chances: list[float], step: float, row: float, expected: int, tmp_path: Path
+) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    cost = draft_cost()
+    cost._prior = [step, row, row]
+    drafts = Drafts(load(tmp_path), VOCABULARY, 64, cost=cost)
+    going = {Loop(load(tmp_path))._begin(works([WARM])[0]): follower(each) for each in chances}
+    chosen, pace = drafts.worth(going, Pace(len(chances), 1.0, 0.01))
+    assert len(chosen) == expected
+    assert pace.seconds == pytest.approx(1.0 + (step + 0.02 * expected if expected else 0.0))
+
+
+def test_most_guesses_of_a_step_are_bounded(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine = load(tmp_path)
+    loop = Drafting(engine, load(tmp_path), max_batch=100)
+    loop.answer([replace(works([WARM])[0], max_tokens=60)])
+    assert loop.most_guesses == MOST_GUESSES
