@@ -172,7 +172,7 @@ class Drafts:
         for request in wanted:
             if (follower := self._followers.get(request)) and not follower.failed:
                 self._follow(follower, request.tokens)
-        self._read([request for request, depth in wanted.items() if depth > 0])
+        self._read([request for request, depth in wanted.items() if depth > 0], pace)
         ready = {}
         for request, depth in wanted.items():
             follower = self._followers.get(request)
@@ -192,11 +192,14 @@ class Drafts:
         self.right += right
         self._pay(self._token_seconds * right)
 
-    def _read(self, requests: list[Sequence]) -> None:
+    def _read(self, requests: list[Sequence], pace: Pace) -> None:
         """Computes a chunk of tokens that the draft has not seen, of the oldest requests first."""
         budget, plan, readers = self._chunk_tokens, Plan(), {}
+        pays = self._pays(len(requests), pace)
         for request in requests:
-            follower = self._followers.get(request) or self._begin(request)
+            follower = self._followers.get(request)
+            if not follower and (pays or not self._followers):
+                follower = self._begin(request)
             if not follower or follower.failed or _behind(follower) <= 1 or budget <= 0:
                 continue
             if _behind(follower) <= MOST_BEHIND:
@@ -209,6 +212,12 @@ class Drafts:
             plan[sequence], readers[sequence] = count, follower
             budget -= count
         self._run(plan, readers)
+
+    def _pays(self, requests: int, pace: Pace) -> bool:
+        """Whether a round of so many requests would. Otherwise one is tried at a time."""
+        step, row, _ = self._cost.coefficients
+        gained = requests * self._seen.share(ANY)
+        return gained * pace.seconds > pace.tokens * (step + requests * (row + pace.row))
 
     def _begin(self, request: Sequence) -> Follower | None:
         """Starts to follow a request where there is room, and seconds on the account."""
