@@ -17,7 +17,7 @@ import grpc
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.adapter_config import read_adapter_config
-from baton.core.adapter_store import locate_adapter, resolve_adapter
+from baton.core.adapter_store import locate_adapter, resolve_places
 from baton.core.config import Config, RouterConfig
 from baton.core.encoder_config import EncoderConfig
 from baton.core.errors import InvalidConfig, Unavailable
@@ -88,11 +88,7 @@ def _check_names(models: list[Config]) -> None:
 
 def _prepare_model(config: Config, workers_here: bool) -> Config:
     config = dataclasses.replace(
-        config,
-        model=model_store.resolve(config.model),
-        draft_model=config.draft_model and model_store.resolve(config.draft_model),
-        adapters={name: resolve_adapter(each) for name, each in config.adapters.items()},
-        embedding_model=_check_embedding_model(config),
+        config, **resolve_places(config), embedding_model=_check_embedding_model(config)
     )
     weights = workers_here and config.weights == "files"
     folder = model_store.locate(config.model, weights=weights)

@@ -17,8 +17,11 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
+from baton.core import model_store
 from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
+from baton.core.config import Config
 from baton.core.errors import InvalidAdapter, ModelNotFound
 from baton.core.model_store import HubName, hub_name
 from baton.core.types import Adapter
@@ -42,6 +45,16 @@ def resolve_adapter(place: str) -> str:
 
     with _adapter_errors():
         return str(HubName(name.id, hub.resolve(name.id, name.revision)))
+
+
+def resolve_places(config: Config) -> dict[str, Any]:
+    """The keys of a model that name models and adapters, with names that mean the same to every
+    process."""
+    return {
+        "model": model_store.resolve(config.model),
+        "draft_model": config.draft_model and model_store.resolve(config.draft_model),
+        "adapters": {name: resolve_adapter(place) for name, place in config.adapters.items()},
+    }
 
 
 def locate_adapter(place: str) -> Path:

@@ -13,8 +13,7 @@ import logging
 from collections.abc import Callable
 
 from baton.core import config as configs
-from baton.core import model_store
-from baton.core.adapter_store import resolve_adapter
+from baton.core.adapter_store import resolve_places
 from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidConfig, InvalidRequest
 from baton.core.tasks import cancel_all
@@ -66,8 +65,9 @@ class FollowedModels:
     async def _checked(self, named: pb.NamedModel) -> pb.NamedModel:
         self._models.check_free(named.name)
         config = configs.model_config(self._config, named.name, parse_keys(named.keys))
-        keys = await asyncio.to_thread(_resolved_keys, config, parse_keys(named.keys))
-        resolved = pb.NamedModel(name=named.name, keys=json.dumps(keys))
+        places = await asyncio.to_thread(resolve_places, config)
+        keys = json.dumps({**parse_keys(named.keys), **places})
+        resolved = pb.NamedModel(name=named.name, keys=keys)
         model = await self._load_named(resolved)
         await model.close()
         self._shared.metrics.forget(named.name)
@@ -142,11 +142,6 @@ class FollowedModels:
         await model.close()
         if all(other.name != model.name for other in self.all):
             self._shared.metrics.forget(model.name)
-
-
-def _resolved_keys(config: Config, keys: dict[str, object]) -> dict[str, object]:
-    adapters = {name: resolve_adapter(place) for name, place in config.adapters.items()}
-    return {**keys, "model": model_store.resolve(config.model), "adapters": adapters}
 
 
 def parse_keys(keys: str) -> dict[str, object]:
