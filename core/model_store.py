@@ -21,7 +21,13 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from baton.core.config import Config
-from baton.core.errors import InvalidCheckpoint, InvalidConfig, ModelNotFound, UnsupportedModel
+from baton.core.errors import (
+    InvalidCheckpoint,
+    InvalidConfig,
+    ModelNotFound,
+    NotServed,
+    UnsupportedModel,
+)
 from baton.core.made_folder import Manifest, is_made, make_folder
 
 EMBEDDED = "embedded"
@@ -233,6 +239,15 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise InvalidConfig(f"{path} does not hold a JSON object")
     return content
+
+
+def tokenizer_text(folder: Path) -> str:
+    """In the format of tokenizer.json."""
+    if (folder / "tokenizer.json").is_file():
+        return (folder / "tokenizer.json").read_text(encoding="utf-8")
+    if (folder / SENTENCEPIECE_FILE).is_file():
+        return convert_sentencepiece(folder)
+    raise NotServed("this model has no tokenizer")
 
 
 def convert_sentencepiece(folder: Path) -> str:

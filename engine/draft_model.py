@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import InvalidConfig, ModelNotFound, NotServed
-from baton.engine.grammar import tokenizer_text
 from baton.engine.model_choice import (
     AnyArchitecture,
     check_kv_dtype,
@@ -106,7 +105,7 @@ def load_draft(config: Config, folder: Path, main: Engine) -> Engine:
 def _tokens(folder: Path) -> dict[int, str]:
     """By id; none without a tokenizer."""
     try:
-        text = tokenizer_text(folder)
+        text = model_store.tokenizer_text(folder)
     except NotServed:
         return {}
     from tokenizers import Tokenizer

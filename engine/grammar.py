@@ -85,7 +85,7 @@ class Grammars:
             raise NotServed("grammars need llguidance, which is not installed") from None
         try:
             return LLTokenizer(
-                tokenizer_text(self._folder),
+                model_store.tokenizer_text(self._folder),
                 n_vocab=self._vocabulary_size,
                 eos_token=_end_token(self._folder),
             )
@@ -173,15 +173,6 @@ def _begin(matcher: LLMatcher, tokens: list[int]) -> None:
 def _consume(matcher: LLMatcher, tokens: list[int]) -> None:
     if tokens and not matcher.consume_tokens(tokens):
         raise Internal(f"the answer left its grammar: {matcher.get_error()}")
-
-
-def tokenizer_text(folder: Path) -> str:
-    """In the format of tokenizer.json."""
-    if (folder / "tokenizer.json").is_file():
-        return (folder / "tokenizer.json").read_text(encoding="utf-8")
-    if (folder / model_store.SENTENCEPIECE_FILE).is_file():
-        return model_store.convert_sentencepiece(folder)
-    raise NotServed("this model has no tokenizer")
 
 
 def _end_token(folder: Path) -> int | None:

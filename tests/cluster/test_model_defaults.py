@@ -97,7 +97,7 @@ async def test_answers_equal_transformers_where_requests_leave_values_out(
                 (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
                 ended = tokens[-1] in oracle.generation_config.eos_token_id
                 assert choice["text"] == WORDS.decode(tokens[:-1] if ended else tokens)
-        log = cluster.router.wait_for(r"the model's defaults for requests: (.*)")
+        log = cluster.router.wait_for(r"the defaults of \S+ for requests: (.*)")
         assert log.startswith("repetition_penalty 1.1, no_repeat_ngram_size 3, suppress_tokens (2)")
         cluster.wait_idle()
 

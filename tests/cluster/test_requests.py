@@ -14,6 +14,7 @@ from processes import ProcessCluster
 from baton import FinishReason
 from baton.core import metrics
 
+OF_MODEL = '{model="SmolLM2-135M-Instruct"}'
 QUESTION = [("user", "What is the capital of France?")]
 
 
@@ -151,15 +152,16 @@ def test_metrics_count_what_happened(idle: ProcessCluster) -> None:
         answer = client.chat(QUESTION, cache_salt="counted")
     after = scrape(idle)
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    assert grown[f"{metrics.TTFT_SECONDS}_count"] == 1
-    assert grown[f"{metrics.E2E_SECONDS}_count"] == 1
-    assert grown[f"{metrics.ITL_SECONDS}_count"] == 7
-    assert grown[metrics.GENERATION_TOKENS] == 8
-    assert grown[metrics.PROMPT_TOKENS] == answer.usage.prompt_tokens
-    assert grown[f'{metrics.REQUESTS}{{outcome="STOP"}}'] == 1
+    assert grown[f"{metrics.TTFT_SECONDS}_count{OF_MODEL}"] == 1
+    assert grown[f"{metrics.E2E_SECONDS}_count{OF_MODEL}"] == 1
+    assert grown[f"{metrics.ITL_SECONDS}_count{OF_MODEL}"] == 7
+    assert grown[f"{metrics.GENERATION_TOKENS}{OF_MODEL}"] == 8
+    assert grown[f"{metrics.PROMPT_TOKENS}{OF_MODEL}"] == answer.usage.prompt_tokens
+    assert grown[f'{metrics.REQUESTS}{{model="SmolLM2-135M-Instruct",outcome="STOP"}}'] == 1
     pages = -(-answer.usage.prompt_tokens // 16)
-    assert grown[metrics.TRANSFER_BYTES] == pages * 16 * 30 * 2 * 3 * 64 * 4
-    assert f'{metrics.PAGES}{{role="decode",state="free",worker="decode-0"}}' in after
+    assert grown[f"{metrics.TRANSFER_BYTES}{OF_MODEL}"] == pages * 16 * 30 * 2 * 3 * 64 * 4
+    labels = 'model="SmolLM2-135M-Instruct",role="decode",state="free",worker="decode-0"'
+    assert f"{metrics.PAGES}{{{labels}}}" in after
 
 
 def test_end_to_end_time_is_ttft_plus_the_other_tokens(idle: ProcessCluster) -> None:
@@ -168,7 +170,7 @@ def test_end_to_end_time_is_ttft_plus_the_other_tokens(idle: ProcessCluster) -> 
         client.chat(QUESTION)
     after = scrape(idle)
     ttft, tpot, e2e = (
-        after[f"{name}_sum"] - before[f"{name}_sum"]
+        after[f"{name}_sum{OF_MODEL}"] - before[f"{name}_sum{OF_MODEL}"]
         for name in (metrics.TTFT_SECONDS, metrics.TPOT_SECONDS, metrics.E2E_SECONDS)
     )
     assert e2e == pytest.approx(ttft + 7 * tpot, abs=1e-6)
