@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SUPPLY := .venv-supply
 # Flags for `baton serve`: make serve ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
@@ -57,23 +58,23 @@ lint: $(VENV)/.installed audit ## ruff, with bandit's rules, mypy --strict, and 
 
 # STRICT=--strict fails where the database of vulnerabilities cannot be asked.
 STRICT ?=
-audit: $(VENV)/.supply ## look up the images' packages among known vulnerabilities
-	@$(BIN)/python deploy/docker/audit.py $(STRICT)
+audit: $(SUPPLY)/.installed ## look up the images' packages among known vulnerabilities
+	@$(SUPPLY)/bin/python deploy/docker/audit.py $(STRICT)
 
 IMAGES := deploy/docker
-COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.12 --generate-hashes \
+COMPILE = $(SUPPLY)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.12 --generate-hashes \
 	--custom-compile-command 'make lock' pyproject.toml --extra server
-lock: $(VENV)/.supply ## pin the images' packages again, to the latest that fit
+lock: $(SUPPLY)/.installed ## pin the images' packages again, to the latest that fit
 	@$(COMPILE) --no-config --output-file $(IMAGES)/cuda.lock >/dev/null
 	@grep -oE '^torch==[^ ]+' $(IMAGES)/cuda.lock > $(IMAGES)/cpu-torch.txt
 	@$(COMPILE) --config-file $(IMAGES)/cpu.uv.toml --constraints $(IMAGES)/cuda.lock \
 		--no-emit-package torch --output-file $(IMAGES)/cpu.lock >/dev/null
 
-sbom: $(VENV)/.supply ## write what the images are made of, as CycloneDX, to build/sbom
+sbom: $(SUPPLY)/.installed ## write what the images are made of, as CycloneDX, to build/sbom
 	@mkdir -p build/sbom
-	@$(BIN)/cyclonedx-py requirements $(IMAGES)/cuda.lock --pyproject pyproject.toml \
+	@$(SUPPLY)/bin/cyclonedx-py requirements $(IMAGES)/cuda.lock --pyproject pyproject.toml \
 		--output-reproducible --output-file build/sbom/cuda.cdx.json
-	@cat $(IMAGES)/cpu-torch.txt $(IMAGES)/cpu.lock | $(BIN)/cyclonedx-py requirements - \
+	@cat $(IMAGES)/cpu-torch.txt $(IMAGES)/cpu.lock | $(SUPPLY)/bin/cyclonedx-py requirements - \
 		--pyproject pyproject.toml --output-reproducible --output-file build/sbom/cpu.cdx.json
 
 bench: setup ## print the tables of docs/PERFORMANCE.md for this machine's CPU
@@ -97,9 +98,11 @@ $(VENV)/.installed: pyproject.toml
 	@$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
 	@touch $@
 
-$(VENV)/.supply: $(VENV)/.installed
-	@$(BIN)/python -m pip install --quiet --editable '.[supply]'
+# Apart from the server's: Ray's processes would import a second's worth of what these need.
+$(SUPPLY)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(SUPPLY)
+	@$(SUPPLY)/bin/python -m pip install --quiet --editable '.[supply]'
 	@touch $@
 
 clean: ## remove .venv and build files
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SUPPLY) build dist *.egg-info
