@@ -42,13 +42,13 @@ soak: setup ## run many seeds of capabilities together, in whole clusters
 test-page: setup ## open the page in a real browser (apt-get install chromium)
 	@command -v chromium chromium-browser >/dev/null || \
 		{ echo "make test-page needs a browser: apt-get install chromium"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --editable '.[page]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[page]'
 	@$(BIN)/python -m pytest tests/page --pictures build/pictures
 
 # Installs Schemathesis, LangChain and Anthropic's SDK; tests/clients/programs have environments of
 # their own, which are deleted at once. Prometheus is downloaded where it is not installed.
 test-clients: setup ## run other people's clients: SDKs, agents, benchmarks, Triton's, buf, Prometheus, Schemathesis
-	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[clients]'
 	@$(BIN)/python -m pytest tests/clients
 
 lint: $(VENV)/.installed audit ## ruff, with bandit's rules, mypy --strict, and audit
@@ -62,12 +62,15 @@ audit: $(SUPPLY)/.installed ## look up the images' packages among known vulnerab
 	@$(SUPPLY)/bin/python deploy/docker/audit.py $(STRICT)
 
 IMAGES := deploy/docker
-COMPILE = $(SUPPLY)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.12 --generate-hashes \
-	--custom-compile-command 'make lock' pyproject.toml --extra server
-lock: $(SUPPLY)/.installed ## pin the images' packages again, to the latest that fit
-	@$(COMPILE) --no-config --output-file $(IMAGES)/cuda.lock >/dev/null
+COMPILE = $(SUPPLY)/bin/uv pip compile --quiet --upgrade --universal \
+	--custom-compile-command 'make lock' pyproject.toml
+COMPILE_IMAGE = $(COMPILE) --python-version 3.12 --generate-hashes --extra server
+lock: $(SUPPLY)/.installed ## pin the packages of .venv and of the images again, to the latest that fit
+	@$(COMPILE) --python-version 3.11 --extra test --extra lint --no-annotate \
+		--config-file $(IMAGES)/cpu.uv.toml --no-emit-package torch --output-file constraints.txt >/dev/null
+	@$(COMPILE_IMAGE) --no-config --output-file $(IMAGES)/cuda.lock >/dev/null
 	@grep -oE '^torch==[^ ]+' $(IMAGES)/cuda.lock > $(IMAGES)/cpu-torch.txt
-	@$(COMPILE) --config-file $(IMAGES)/cpu.uv.toml --constraints $(IMAGES)/cuda.lock \
+	@$(COMPILE_IMAGE) --config-file $(IMAGES)/cpu.uv.toml --constraints $(IMAGES)/cuda.lock \
 		--no-emit-package torch --output-file $(IMAGES)/cpu.lock >/dev/null
 
 sbom: $(SUPPLY)/.installed ## write what the images are made of, as CycloneDX, to build/sbom
@@ -92,10 +95,11 @@ proto: $(VENV)/.installed ## regenerate baton/v1 from proto/
 setup: $(VENV)/.installed ## install into .venv and download the embedded model
 	@$(BIN)/baton model pull
 
-$(VENV)/.installed: pyproject.toml
+# constraints.txt pins all but torch, so that a release of somebody else's changes nothing here.
+$(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes, once) …"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
 	@touch $@
 
 # Apart from the server's: Ray's processes would import a second's worth of what these need.
