@@ -20,7 +20,7 @@ from baton.cluster import ray_session
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config
-from baton.core.errors import InvalidRequest, Unavailable
+from baton.core.errors import InvalidRequest, Unavailable, describe_unknown
 from baton.v1 import cluster_pb2 as pb
 
 QUIET_SECONDS = 3.0
@@ -73,13 +73,8 @@ class ModelTable:
         """The name of a served model: the given one, or without one the only one."""
         if name in self.served:
             return name
-        served = ", ".join(map(repr, self.served))
-        if name:
-            raise InvalidRequest(
-                f"there is no model {name!r} here; this cluster serves {served}", field="model"
-            )
-        if len(self.served) != 1:
-            raise InvalidRequest(f"several models are served; name one: {served}", field="model")
+        if name or len(self.served) != 1:
+            raise InvalidRequest(describe_unknown(name, self.served), field="model")
         return self.served[0]
 
     async def add(self, named: pb.NamedModel) -> Config:

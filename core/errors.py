@@ -37,6 +37,7 @@ An error's `reason`, made of its name, is stable and sent on the wire; its messa
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 _BY_REASON: dict[str, type[BatonError]] = {}
@@ -83,6 +84,14 @@ class InvalidGrammar(InvalidRequest): ...
 
 
 class UnknownModel(InvalidRequest, grpc_code="NOT_FOUND", http_status=404): ...
+
+
+def describe_unknown(name: str, served: Iterable[str]) -> str:
+    """Why no model is found by a name, which may be empty."""
+    names = ", ".join(map(repr, served))
+    if not name:
+        return f"several models are served; name one: {names}"
+    return f"there is no model {name!r} here; this cluster serves {names}"
 
 
 class InvalidAdapter(InvalidRequest): ...

@@ -200,7 +200,7 @@ class Drafts:
             follower = self._followers.get(request)
             if not follower and (pays or not self._followers):
                 follower = self._begin(request)
-            if not follower or follower.failed or _behind(follower) <= 1 or budget <= 0:
+            if not follower or follower.failed or budget <= 0:
                 continue
             if _behind(follower) <= MOST_BEHIND:
                 continue  # catches up in its next round

@@ -80,8 +80,8 @@ class Speculation:
         self, drafts: Drafts, offers: dict[Sequence, Offer], rows: int, most: int
     ) -> None:
         """Replaces what was found by the draft's guesses, where these are likelier."""
-        step, row = self._cost.coefficients
-        pace = Pace(len(offers), step + row * rows, row)
+        _, row = self._cost.coefficients
+        pace = Pace(len(offers), self._cost.predict((1, rows)), row)
         wanted = {
             each: most_guesses(each) if drafts.share(each) > next(iter(offer.chances), 0.0) else 0
             for each, offer in offers.items()
@@ -111,8 +111,8 @@ class Speculation:
     ) -> Counter[Sequence]:
         """How many guesses of each sequence pay, where the step has `rows` rows without them and
         brings `tokens`."""
-        step, row = self._cost.coefficients
-        seconds = step + row * rows
+        _, row = self._cost.coefficients
+        seconds = self._cost.predict((1, rows))
         depths: Counter[Sequence] = Counter()
         for chance, sequence in sorted(chances, key=lambda each: -each[0])[:most]:
             if chance * seconds <= tokens * row:

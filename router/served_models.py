@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.core import model_store
 from baton.core.config import Config
-from baton.core.errors import InvalidRequest, UnknownModel
+from baton.core.errors import InvalidRequest, UnknownModel, describe_unknown
 from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults, read_defaults
 from baton.core.tasks import cancel_all
 from baton.core.types import Pooling, Request
@@ -187,9 +187,5 @@ class ServedModels:
         )
 
     def _unknown(self, name: str, names: list[str], shown: Callable[[str], bool]) -> InvalidRequest:
-        served = ", ".join(map(repr, filter(shown, names)))
-        if not name:
-            return InvalidRequest(f"several models are served; name one: {served}", field="model")
-        return UnknownModel(
-            f"there is no model {name!r} here; this cluster serves {served}", field="model"
-        )
+        kind = UnknownModel if name else InvalidRequest
+        return kind(describe_unknown(name, filter(shown, names)), field="model")

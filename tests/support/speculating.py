@@ -6,7 +6,9 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.core.types import AttemptKey, Logprobs, Work
+from tiny_models import VOCABULARY
+
+from baton.core.types import AttemptKey, Logprobs, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.decode_worker.speculation import Speculation, covered
 from baton.engine.engine import Engine
@@ -14,6 +16,34 @@ from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.engine.step import Checked, Plan, token_and_logprobs
 from baton.worker.step_pipeline import launch
+
+ANSWER = 30
+KEY = AttemptKey("", 0)
+WARM = Sampling(temperature=1.0, seed=3)
+SAMPLINGS = [
+    Sampling(),
+    WARM,
+    Sampling(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5),
+    Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
+    Sampling(temperature=0.8, frequency_penalty=1.0, logit_bias=((5, 4.0), (9, -5.0)), seed=2),
+    Sampling(no_repeat_ngram_size=2, bad_words_ids=((4,), (7, 8)), suppress_tokens=(1, 2)),
+    Sampling(temperature=1.0, min_tokens=12, seed=9),
+]
+
+
+def works(samplings: list[Sampling], stops: frozenset[int] = frozenset()) -> list[Work]:
+    draw = random.Random(1)
+    return [
+        Work(
+            KEY,
+            [draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 6, 23, 60)))],
+            sampling,
+            ANSWER,
+            stops,
+            logprobs=number % 3 if number % 2 else None,
+        )
+        for number, sampling in enumerate(samplings)
+    ]
 
 
 class Answered(NamedTuple):

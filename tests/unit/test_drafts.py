@@ -12,45 +12,18 @@ import torch
 from draft_models import draft_cost, main_cost, save_draft
 from random_schemas import random_schema
 from rank_threads import split_engine
-from speculating import Loop
+from speculating import ANSWER, KEY, SAMPLINGS, WARM, Loop, works
 from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
-from baton.core.types import AttemptKey, Sampling, Structure, Work
+from baton.core.types import Sampling, Structure, Work
 from baton.decode_worker.drafts import Drafts, Follower, Pace
 from baton.decode_worker.speculation import MOST_GUESSES, Speculation
 from baton.engine.engine import Engine
 from baton.router.prompts.output_grammar import grammar_of
 
-ANSWER = 30
-KEY = AttemptKey("", 0)
-WARM = Sampling(temperature=1.0, seed=3)
-SAMPLINGS = [
-    Sampling(),
-    WARM,
-    Sampling(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5),
-    Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
-    Sampling(temperature=0.8, frequency_penalty=1.0, logit_bias=((5, 4.0), (9, -5.0)), seed=2),
-    Sampling(no_repeat_ngram_size=2, bad_words_ids=((4,), (7, 8)), suppress_tokens=(1, 2)),
-    Sampling(temperature=1.0, min_tokens=12, seed=9),
-]
 NOISE = 0.02
 MODELS = {"llama": "llama", "gemma2": "gemma2", "deepseek-v3": "llama", "qwen3-moe": "qwen3-moe"}
-
-
-def works(samplings: list[Sampling], stops: frozenset[int] = frozenset()) -> list[Work]:
-    draw = random.Random(1)
-    return [
-        Work(
-            KEY,
-            [draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 6, 23, 60)))],
-            sampling,
-            ANSWER,
-            stops,
-            logprobs=number % 3 if number % 2 else None,
-        )
-        for number, sampling in enumerate(samplings)
-    ]
 
 
 def load(folder: Path, **options: object) -> Engine:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from random_schemas import random_schema
 from rank_threads import split_engine
-from speculating import Knowing, Loop
+from speculating import ANSWER, KEY, SAMPLINGS, WARM, Knowing, Loop, works
 from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
@@ -34,34 +34,7 @@ from baton.engine.sequence import Sequence
 from baton.router.prompts.output_grammar import grammar_of
 from baton.worker.backend import Backend
 
-ANSWER = 30
-KEY = AttemptKey("", 0)
 MODELS = ("llama", "mistral-window", "gemma2", "qwen3-moe", "deepseek-v3", "gpt-oss")
-WARM = Sampling(temperature=1.0, seed=3)
-SAMPLINGS = [
-    Sampling(),
-    WARM,
-    Sampling(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5),
-    Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
-    Sampling(temperature=0.8, frequency_penalty=1.0, logit_bias=((5, 4.0), (9, -5.0)), seed=2),
-    Sampling(no_repeat_ngram_size=2, bad_words_ids=((4,), (7, 8)), suppress_tokens=(1, 2)),
-    Sampling(temperature=1.0, min_tokens=12, seed=9),
-]
-
-
-def works(samplings: list[Sampling], stops: frozenset[int] = frozenset()) -> list[Work]:
-    draw = random.Random(1)
-    return [
-        Work(
-            KEY,
-            [draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 6, 23, 60)))],
-            sampling,
-            ANSWER,
-            stops,
-            logprobs=number % 3 if number % 2 else None,
-        )
-        for number, sampling in enumerate(samplings)
-    ]
 
 
 def compare(engine: Engine, asked: list[Work], **limits: int) -> Loop:
