@@ -51,6 +51,10 @@ HEAD = "node:__internal_head__"
 
 Progress = Callable[[list[Member]], None]
 
+_KILLED = (
+    "ended while the cluster started; is there enough memory? Ray kills processes when 95% of a"
+    " node's memory are in use"
+)
 _JUST_STARTED = "{} is just being started by another command: it can be joined in some seconds"
 
 
@@ -69,7 +73,6 @@ class Cluster:
         self._controller: Any = None
         # Kept: an actor that is not detached ends with its last handle.
         self._routers: list[Any] = []
-        self._pids: dict[str, int] = {}
         self._services = contextlib.ExitStack()
         self.log_folder = ""
         self.taken_over = False  # the cluster ran before
@@ -130,10 +133,16 @@ class Cluster:
     def members(self) -> list[Member]:
         """Every process and its progress; empty while the controller does not answer."""
         try:
-            found: list[Member] = ray.get(
-                self._controller.members.remote(), timeout=MEMBERS_SECONDS
-            )
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return self._ask_members()
+        except ray.exceptions.RayActorError:
+            return []
+
+    def _ask_members(self) -> list[Member]:
+        """Raises ActorDiedError if there will be no controller."""
+        asked = self._controller.members.remote()
+        try:
+            found: list[Member] = ray.get(asked, timeout=MEMBERS_SECONDS)
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
             return []
         return found
 
@@ -204,28 +213,37 @@ class Cluster:
         seen: set[tuple[str, str]] = set()
         deadline = time.monotonic() + timeout
         while True:
-            members = self.members()
+            members = self.members() if self.taken_over else self._checked_members()
             on_progress(members)
             if new := {(each.worker_id, each.progress) for each in members} - seen:
                 seen |= new
                 deadline = time.monotonic() + timeout
-            for member in members if not self.taken_over else ():
-                self._check_start(member)
             if len(routers(members)) == len(self._routers):
                 return members
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded("the cluster was not ready in time")
             time.sleep(POLL_SECONDS)
 
-    def _check_start(self, member: Member) -> None:
+    def _checked_members(self) -> list[Member]:
         """While a cluster starts, errors end the start instead of being retried."""
-        if member.error:
-            raise InvalidConfig(f"{member.worker_id} cannot start: {member.error}")
-        if member.pid and self._pids.setdefault(member.worker_id, member.pid) != member.pid:
-            raise Unavailable(
-                f"{member.worker_id} was killed while it started; is there enough memory?"
-                f" Logs are in {self.log_folder}"
-            )
+        # Before the members, who report why they end: that says more than that they did.
+        ended = ray_session.restarted_actors()
+        try:
+            members = self._ask_members()
+        except ray.exceptions.ActorDiedError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise Unavailable(f"the controller cannot start: {reason}{self._logs}") from error
+        for member in members:
+            if member.error:
+                raise InvalidConfig(f"{member.worker_id} cannot start: {member.error}")
+        if ended:
+            names = " and ".join(ended)
+            raise Unavailable(f"{names} {_KILLED}{self._logs}")
+        return members
+
+    @property
+    def _logs(self) -> str:
+        return f"; logs are in {self.log_folder}"
 
 
 def _pools(config: Config) -> Pools:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import node, parameter, ray_constants, services, utils
+from ray._common import utils as ray_utils
+from ray._private import node, parameter, ray_constants, services, state, utils
 from ray.experimental import internal_kv
 
 from baton.cluster import fleet as fleets
@@ -71,16 +72,21 @@ def start(namespace: str, processes: int) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default Ray's workers yield to everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    with _own_ray():
-        context = ray.init(
-            "local",
-            namespace=namespace,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            # Our actors ask for none; Ray prepares as many processes while it starts.
-            num_cpus=processes,
-            **_QUIET,
-        )
+    try:
+        with _own_ray():
+            context = ray.init(
+                "local",
+                namespace=namespace,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                # Our actors ask for none; Ray prepares as many processes while it starts.
+                num_cpus=processes,
+                **_QUIET,
+            )
+    except Exception as error:  # Ray raises this very class when the machine is too busy
+        logs = f"{ray_utils.get_default_ray_temp_dir()}/session_latest/logs"
+        reason = str(error).rstrip(".")
+        raise Unavailable(f"Ray cannot start: {reason}; its logs are in {logs}") from error
     return _log_folder(context)
 
 
@@ -102,6 +108,12 @@ def find_actor(name: str) -> Any | None:
         return ray.get_actor(name)
     except ValueError:
         return None
+
+
+def restarted_actors() -> list[str]:
+    """The actors that this process has made and whose first process has ended."""
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    return sorted(each["Name"] for each in state.actors(job_id=job).values() if each["NumRestarts"])
 
 
 def kill_actor(name: str) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import httpx
 import pytest
 import yaml
 from monitoring import QUERIES, metrics_of
-from serving import BATON, MODEST, Serve, run, thread_ticks
+from serving import BATON, FREE_PORTS, MODEST, Command, Serve, run, thread_ticks
 from tiny_models import TINY_MODELS, save
 
 from baton import Client
@@ -219,6 +220,48 @@ def test_a_signal_during_the_start_leaves_nothing_behind(
         starting.send(number)
         assert (starting.wait(), starting.stderr) == (0, "")
         assert "Baton serves" not in starting.stdout
+        starting.wait_gone()
+
+
+BROKEN = """
+from baton.__main__ import main
+from baton.cluster import launch
+
+class Broken(launch.Controller):
+    def __init__(self, *_, **__):
+        raise OSError("no route to this host")
+
+launch.Controller = Broken
+main()
+"""
+
+
+@pytest.mark.fleet
+def test_a_controller_that_cannot_start_ends_the_command(tmp_path: Path) -> None:
+    broken = Command(tmp_path, [sys.executable, "-c", BROKEN, "serve", *FREE_PORTS])
+    assert broken.wait() == 1
+    assert "baton: the controller cannot start: OSError: no route to this host" in broken.stderr
+    broken.wait_gone()
+
+
+def test_a_ray_that_cannot_start_is_told_in_one_line(tmp_path: Path) -> None:
+    """Sockets have short names, and Ray's are in its folder."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    with Serve(tmp_path, environment={"TMPDIR": str(folder)}) as starting:
+        assert starting.wait() == 1
+        (line,) = starting.stderr.splitlines()
+        assert line.startswith("baton: Ray cannot start: ")
+        assert line.endswith(f"; its logs are in {folder}/ray/session_latest/logs")
+        starting.wait_gone()
+
+
+@pytest.mark.fleet
+def test_a_start_without_memory_says_so(tmp_path: Path) -> None:
+    """Ray kills what it starts, as often as it starts it."""
+    with Serve(tmp_path, environment={"RAY_memory_usage_threshold": "0.01"}) as starting:
+        assert starting.wait() == 1
+        assert "ended while the cluster started; is there enough memory?" in starting.stderr
         starting.wait_gone()
 
 
