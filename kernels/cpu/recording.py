@@ -99,6 +99,11 @@ class _TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.computed: set[str] = set()
         self._allocated: list[Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler at a process's first recording, for 1.6 s."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

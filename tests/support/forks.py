@@ -11,7 +11,8 @@ import runpy
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
@@ -48,8 +49,7 @@ class Forked:
 
     def __init__(self, arguments: list[str], log: Path) -> None:
         settings = (arguments, log, dict(os.environ))
-        self._process = _context.Process(target=_run, args=settings, daemon=True)
-        _start(self._process)
+        self._process = fork(_run, settings)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -61,8 +61,9 @@ class Forked:
         return self._process.exitcode
 
 
-def _start(process: multiprocessing.process.BaseProcess) -> None:
+def fork(target: Callable[..., None], arguments: tuple[object, ...]) -> BaseProcess:
     """The first call starts the process to fork, with this environment."""
+    process = _context.Process(target=target, args=arguments, daemon=True)
     with _starting:
         before = dict(os.environ)
         # Torch reads it once, at import.
@@ -73,6 +74,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
         finally:
             os.environ.clear()
             os.environ.update(before)
+    return process
 
 
 def _run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:

@@ -1,0 +1,26 @@
+"""Calls of compiled code, recorded: what a process pays for it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from forks import fork
+
+from baton.kernels.cpu import compiler
+from baton.kernels.cpu.recording import CallRecording
+
+
+@pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
+def test_a_recording_does_not_import_torchs_compiler() -> None:
+    process = fork(_record, ())
+    process.join()
+    assert process.exitcode == 0
+
+
+def _record() -> None:
+    with CallRecording() as recording:
+        torch.zeros(2).new_empty(3)
+    assert recording.foreign == {"aten::zeros"}
+    assert "torch._dynamo" not in sys.modules
