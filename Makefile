@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 SUPPLY := .venv-supply
 # Flags for `baton serve`: make serve ARGS="--prefill 2 --decode 2"
 ARGS ?=
+# Containers set it. Every process would compile Baton's modules again, for up to two seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-faults test-fleet test-page test-clients soak lint audit lock sbom bench proto setup clean

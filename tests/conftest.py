@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import zlib
@@ -33,6 +34,17 @@ FOLDERS = ("simulation", "cluster", "contract", "unit", "gpu", "page", "clients"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FOLDERS.index(item.path.parent.name))
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage pass over what was imported, millions of objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that count their objects at the end find none left."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

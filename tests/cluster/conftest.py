@@ -7,7 +7,6 @@ import fault_table
 import pytest
 import recoveries
 from processes import ProcessCluster
-from tiny_models import TINY_MODELS, save
 
 from baton.core.model_store import EMBEDDED
 
@@ -25,6 +24,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluste
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model."""
+    # Imports transformers, which a process that only distributes the tests need not wait for.
+    from tiny_models import TINY_MODELS, save
+
     folder = tmp_path_factory.mktemp("tiny")
     save(TINY_MODELS["llama"], folder)
     return folder
