@@ -21,7 +21,7 @@ from baton.core.model_store import embedded_folder
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL = "SmolLM2-135M-Instruct"
-LONG = "A sentence that is repeated until the prompt needs several chunks and pages. " * 60
+LONG = "A sentence that is repeated until the prompt needs several chunks and pages. " * 42
 TEXTS = ["The capital of France is Paris.", "a", LONG]
 
 

@@ -38,15 +38,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class Environment:
     def __init__(self, folder: Path) -> None:
-        venv.create(folder, with_pip=True)
+        venv.create(folder)
         self.folder = folder
+        self._python = folder / "bin" / "python"
 
     def pip(self, *arguments: str | Path) -> None:
-        self.run("-m", "pip", "--disable-pip-version-check", *arguments)
+        """By the pip of the tests: to install another takes seconds."""
+        pip = [sys.executable, "-m", "pip", "--python", self._python]
+        self._run(*pip, "--disable-pip-version-check", *arguments)
 
     def run(self, *arguments: str | Path) -> str:
+        return self._run(self._python, *arguments)
+
+    def _run(self, *command: str | Path) -> str:
         done = subprocess.run(
-            [self.folder / "bin" / "python", *arguments],
+            command,
             capture_output=True,
             text=True,
             cwd=self.folder,
