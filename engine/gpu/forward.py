@@ -61,7 +61,7 @@ class Forward:
         self._norms_projections = model.architecture.query_key_norm == "projection"
         self._numerics = numerics
         self._indices = list(range(len(model.layers)))
-        self._most_fp8_rows = most_fp8_rows(_fp8_weights(model))
+        self._most_fp8_rows = most_fp8_rows(fp8_weights(model))
         # In float16 rows are normed before the product: see kernels/gpu/norm.py.
         self._late_size = model.embedding.dtype != torch.float16
 
@@ -249,7 +249,7 @@ class Forward:
         return None
 
 
-def _fp8_weights(model: Model) -> Iterator[Fp8Weight]:
+def fp8_weights(model: Model) -> Iterator[Fp8Weight]:
     for layer in model.layers:
         mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else ()
         for linear in (layer.qkv, layer.output, *mlp):

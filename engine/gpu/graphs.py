@@ -83,13 +83,18 @@ HOST_BOUND = 150e9
 """Products of a weight and an input, of one layer, that take a GPU 0.6 ms: in that time the host
 launches the layer's kernels."""
 
+FP8_HOST_BOUND = 600e9
+"""The same of FP8: products are twice as fast, and the host launches one more kernel for each and
+takes 1.4 ms for a layer."""
 
-def prompt_rows(shape: Architecture, chunk_tokens: int) -> list[int]:
+
+def prompt_rows(shape: Architecture, chunk_tokens: int, *, fp8: bool = False) -> list[int]:
     """Recorded sizes of steps over prompts: those that the host would take longer to launch than
-    the device to run, of up to `chunk_tokens` rows."""
+    the device to run, of up to `chunk_tokens` rows. `fp8`: of weights in FP8."""
+    bound = FP8_HOST_BOUND if fp8 else HOST_BOUND
     products = _products_of_a_row(shape) / shape.layers
     needed = next((rows for rows in MORE_ROWS if rows >= chunk_tokens), MORE_ROWS[-1])
-    more = [rows for rows in MORE_ROWS if rows <= needed and rows * products <= HOST_BOUND]
+    more = [rows for rows in MORE_ROWS if rows <= needed and rows * products <= bound]
     return [*PROMPT_ROWS, *(more if chunk_tokens > PROMPT_ROWS[-1] else ())]
 
 

@@ -174,6 +174,12 @@ def test_long_steps_are_recorded_if_their_layers_are_short(
     assert prompt_rows(shape, chunk_tokens)[-1] == most
 
 
+def test_longer_steps_are_recorded_in_fp8() -> None:
+    shape = parse_architecture(CONFIGS / "llama-3.1-8b.json")
+    assert prompt_rows(shape, 8192)[-1] == 512
+    assert prompt_rows(shape, 8192, fp8=True)[-1] == 2048
+
+
 @pytest.mark.parametrize(
     ("count", "start", "recorded", "long"),
     [
