@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import random
 import statistics
 import time
@@ -37,11 +36,12 @@ from torch import Tensor
 
 from baton.core.types import Adapter, AttemptKey, Sampling, Work
 from baton.engine.architecture import parse_architecture
+from baton.engine.engine import stored_dtype
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
-from baton.engine.model_choice import WeightQuantization
+from baton.engine.model_choice import stored_shape
 from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
@@ -198,8 +198,9 @@ def _busy(bench: Bench, prompts: list[list[int]]) -> float:
 class Floors:
     """The least time the hardware needs, measured part by part."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, kv: Tensor) -> None:
         self._model = model
+        self._token_bytes = kv[0, 0].nbytes // PAGE_SIZE  # of a layer
         self._shape = model.architecture
         self._read_rate = _read_rate()
         self._linears: dict[int, float] = {}
@@ -213,9 +214,8 @@ class Floors:
     def step(self, batch: int, context: int) -> float:
         """All products of a decode step, and reading its keys and values, in ms."""
         shape = self._shape
-        token = math.prod(shape.pages_shape(1, 1)) // shape.slices.layers * 2
         tokens = batch * sum(min(context, window or context) for window in shape.windows)
-        return self._products(batch) + tokens * token / self._read_rate * 1e3
+        return self._products(batch) + tokens * self._token_bytes / self._read_rate * 1e3
 
     def _products(self, rows: int) -> float:
         if rows not in self._linears:
@@ -364,29 +364,36 @@ def main() -> None:
         "--numerics", nargs="+", choices=list(Numerics), type=Numerics, default=list(Numerics)
     )
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8", "fp8"], default="auto")
     options = parser.parse_args()
     for config in sorted(CONFIGS.glob("*.json")) if options.all else options.config:
-        print_shape(config, options.numerics, options.rows, options.quantization)
+        print_shape(config, options)
         gc.collect()  # runners and their recordings know each other
         torch.cuda.empty_cache()
 
 
-def print_shape(
-    config: Path, numerics: list[Numerics], rows: list[str], quantization: WeightQuantization
-) -> None:
+def print_shape(config: Path, options: argparse.Namespace) -> None:
+    numerics, quantization, kv_dtype = options.numerics, options.quantization, options.kv_dtype
     name = config.stem if quantization == "none" else f"{config.stem} in {quantization}"
     shape, others = parse_architecture(config), VLLM.get(name, {})
     model = load_model(
-        RandomTensors("cuda"), shape, torch.bfloat16, "cuda", quantization=quantization
+        RandomTensors("cuda"),
+        shape,
+        torch.bfloat16,
+        "cuda",
+        quantization=quantization,
+        balanced=kv_dtype != "auto",
     )
     pages = KV_TOKENS // PAGE_SIZE * len(shape.slices.windows)
-    kv = torch.zeros(shape.pages_shape(pages, PAGE_SIZE), dtype=torch.bfloat16, device="cuda")
+    size = stored_shape(shape.pages_shape(pages, PAGE_SIZE), kv_dtype, "cuda")
+    kv = torch.zeros(size, dtype=stored_dtype(kv_dtype, torch.bfloat16), device="cuda")
+    name += "" if kv_dtype == "auto" else f", {kv_dtype} pages"
     benches = [Bench(model, kv, each) for each in numerics]
-    floors = Floors(model)
+    floors = Floors(model, kv)
     heads = [f"{name:<32}", *(f"{each:>11}" for each in numerics)]
     heads.append(f"{'ratio':>8}" if len(benches) > 1 else "")
     print("".join(heads) + f"{'floor':>10}{'ratio':>8}{'vLLM':>10}{'x as fast':>10}")
-    for name in rows:
+    for name in options.rows:
         for measured in zip(*(ROWS[name](bench, floors) for bench in benches), strict=True):
             print_rows(measured, others)
 

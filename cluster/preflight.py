@@ -39,7 +39,7 @@ from baton.engine.model_choice import (
 from baton.worker.rank_process import check_ranks
 
 # Bytes of one K or V value; the worker, which sees the device, resolves "auto".
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "int8": 1}
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "int8": 1, "fp8": 1}
 
 # Above those of Ray's workers, below those that Linux gives to connections.
 _FREE_PORTS = range(24_000, 32_768)
@@ -130,7 +130,9 @@ def engine_note(config: Config) -> str:
 
 
 def _check_pools(config: Config, architecture: AnyArchitecture) -> None:
-    shape = stored_shape(architecture.pages_shape(1, config.page_size), config.kv_dtype)
+    shape = stored_shape(
+        architecture.pages_shape(1, config.page_size), config.kv_dtype, config.device
+    )
     stored = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
     page_bytes = math.prod(shape) * _VALUE_BYTES[stored]
     for name, kv_memory in (

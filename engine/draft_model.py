@@ -115,6 +115,8 @@ def _tokens(folder: Path) -> dict[int, str]:
 
 def _page_bytes(architecture: AnyArchitecture, config: Config, main: Engine) -> int:
     """Of as many tokens as a page has, in all slices of the layers."""
-    shape = stored_shape(architecture.pages_shape(1, config.page_size), config.kv_dtype)
-    size = 1 if config.kv_dtype == "int8" else main.dtype.itemsize
+    shape = stored_shape(
+        architecture.pages_shape(1, config.page_size), config.kv_dtype, config.device
+    )
+    size = main.dtype.itemsize if config.kv_dtype == "auto" else 1
     return math.prod(shape) * size * len(architecture.slices.windows)

@@ -52,6 +52,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Outcome, Plan
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import load_model
+from baton.kernels.fp8 import FP8
 from baton.kernels.low_rank import AdapterProducts
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ class Engine:
         kind = _dtype(dtype)
         check_quantization(quantization, architecture, device, str(kind).removeprefix("torch."))
         check_kv_dtype(kv_dtype, architecture, device)
-        page = _empty_pages(part, 1, page_size, kind, kv_dtype, "meta")
-        page_bytes = page.nbytes * split.size
+        empty = partial(_empty_pages, part, page_size, kind, kv_dtype, device)
+        page_bytes = empty(1, "meta").nbytes * split.size
         least = page_bytes * len(architecture.slices.windows)
         if kv_memory or device == "cpu":
             _check_holds_a_page(kv_memory, least)
@@ -147,8 +148,7 @@ class Engine:
         if device != "cpu":
             torch.cuda.synchronize(device)  # makes its context
             progress("device", 1.0)
-        if quantization == "fp8":
-            check_fp8(device)
+        check_fp8(device, {"quantization": quantization, "kv_dtype": kv_dtype})
         model: Model | FallbackModel
         if isinstance(architecture, Architecture):
             source = (
@@ -174,7 +174,7 @@ class Engine:
             pages = group.least(pages)
         pool = make_pool(pages, page_size, architecture.slices.windows)
         context = pool.longest_context(context)
-        kv = _empty_pages(part, pool.total, page_size, kind, kv_dtype, device)
+        kv = empty(pool.total, device)
         make = partial(_make_runner, model, kv, pool, context, progress, group, adapters)
         progress("pages", 1.0)
         name = fingerprint(folder, architecture, random_weights, quantization, split.size)
@@ -340,17 +340,23 @@ def fingerprint(
 
 def _empty_pages(
     architecture: AnyArchitecture,
-    pages: int,
     page_size: int,
     dtype: torch.dtype,
     kv_dtype: KvDtype,
     device: str,
+    pages: int,
+    where: str,
 ) -> Tensor:
+    """Pages for a device, there or without memory ("meta")."""
     if page_size < 1:
         raise InvalidConfig(f"a page holds at least 1 token, not {page_size}", field="page_size")
-    shape = stored_shape(architecture.pages_shape(pages, page_size), kv_dtype)
-    stored = dtype if kv_dtype == "auto" else torch.int8
-    return torch.zeros(shape, dtype=stored, device=device)
+    shape = stored_shape(architecture.pages_shape(pages, page_size), kv_dtype, device)
+    return torch.zeros(shape, dtype=stored_dtype(kv_dtype, dtype), device=where)
+
+
+def stored_dtype(kv_dtype: KvDtype, model: torch.dtype) -> torch.dtype:
+    """Of pages of a model that computes in that dtype."""
+    return {"int8": torch.int8, "fp8": FP8}.get(kv_dtype, model)
 
 
 def _check_holds_a_page(kv_memory: int, page_bytes: int) -> None:

@@ -14,13 +14,13 @@ from baton.engine.architecture import Architecture, Split, check_split, read_arc
 from baton.engine.families import FAMILIES
 from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import read_stated
-from baton.kernels import SCALE_BYTES
+from baton.kernels import GPU_SCALE_BYTES, SCALE_BYTES
 
 EngineChoice = Literal["auto", "native", "transformers"]
 WeightQuantization = Literal["none", "int8", "int4", "fp8"]
 """Of a model's weights when they are loaded."""
 
-KvDtype = Literal["auto", "int8"]
+KvDtype = Literal["auto", "int8", "fp8"]
 """Of keys and values in pages; auto: the model's."""
 
 
@@ -132,8 +132,8 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
         return
     if not isinstance(model, Architecture):
         obstacle = "a model that runs through transformers has pages of its own dtype"
-    elif device.startswith("cuda"):
-        obstacle = "pages are not quantized on GPUs yet"
+    elif kv_dtype == "fp8" and device == "cpu":
+        obstacle = "CPUs have int8 pages, not fp8"
     elif model.latent:
         obstacle = "pages of latents are not quantized yet"
     elif model.head_dim % SCALE_BYTES:
@@ -143,9 +143,10 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
     raise InvalidConfig(f"{obstacle}; kv_dtype is {kv_dtype}", field="kv_dtype")
 
 
-def stored_shape(shape: tuple[int, ...], kv_dtype: KvDtype) -> tuple[int, ...]:
+def stored_shape(shape: tuple[int, ...], kv_dtype: KvDtype, device: str) -> tuple[int, ...]:
     """Of numbers [..., dim] in memory of that dtype: behind a head's codes is their scale."""
-    return shape if kv_dtype == "auto" else (*shape[:-1], shape[-1] + SCALE_BYTES)
+    scale = GPU_SCALE_BYTES if device.startswith("cuda") else SCALE_BYTES
+    return shape if kv_dtype == "auto" else (*shape[:-1], shape[-1] + scale)
 
 
 def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:

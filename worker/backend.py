@@ -283,6 +283,8 @@ def pool_layout(engine: Engine) -> PoolLayout:
     model, stored = engine.architecture, _dtype_name(engine.kv.dtype)
     if engine.kv.dtype != engine.dtype:  # the codes of what this dtype computes
         stored += f" from {_dtype_name(engine.dtype)}"
+        if engine.kv.device.type == "cuda":
+            stored += ", aligned"
     return PoolLayout(
         version=LAYOUT_VERSION,
         model=engine.fingerprint,

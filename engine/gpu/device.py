@@ -61,14 +61,16 @@ def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) 
     return left
 
 
-def check_fp8(device: str) -> None:
-    """Raises InvalidConfig if the GPU has no products of FP8 that add up as ours do."""
+def check_fp8(device: str, chosen: dict[str, str]) -> None:
+    """Raises InvalidConfig if one of the fields chosen is fp8 and the GPU has no products of FP8
+    that add up as ours do."""
     import torch  # as below
 
-    if (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+    field = next((field for field, value in chosen.items() if value == "fp8"), None)
+    if field and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         found, needed = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
         raise InvalidConfig(
-            f"fp8 needs a GPU of compute capability {needed}, not {found}", field="quantization"
+            f"fp8 needs a GPU of compute capability {needed}, not {found}", field=field
         )
 
 

@@ -112,7 +112,7 @@ def own_attention(
     mine = qkv[chunk.first : chunk.first + chunk.count]
     if chunk.start:
         tokens, page_size = chunk.start + chunk.count, kv_layer.shape[2]
-        keys, values = kv_layer.new_empty(2, tokens, shape.kv_heads, shape.head_dim)
+        keys, values = qkv.new_empty(2, tokens, shape.kv_heads, shape.head_dim)
         # Pages before the first in reach may have been given back; what is read of their tokens,
         # up to a split, has weight 0.
         first = first_page(shape.window, chunk.start, page_size)
@@ -137,7 +137,7 @@ def library_attention(
     scale = shape.scoring.scale
     attended, weight = _attend(query, keys, values, scale, causal=True)
     if chunk.before:
-        past = kv_layer.new_empty(2, chunk.before, shape.kv_heads, shape.head_dim)
+        past = qkv.new_empty(2, chunk.before, shape.kv_heads, shape.head_dim)
         gather_tokens(kv_layer, pages, chunk.before, past[0], past[1])
         for part in _parts(chunk.before):
             earlier = _attend(query, past[0, part], past[1, part], scale, causal=False)

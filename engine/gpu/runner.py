@@ -38,7 +38,7 @@ from baton.engine.gpu.batch import (
     upload,
     upload_into,
 )
-from baton.engine.gpu.forward import Forward
+from baton.engine.gpu.forward import Forward, fp8_weights
 from baton.engine.gpu.graphs import Recording, Recordings
 from baton.engine.gpu.latent_attention import LatentAttention
 from baton.engine.gpu.numerics import Numerics
@@ -121,12 +121,12 @@ class GpuRunner:
         self._device = device
         self._group = group
         self._recordable = device.type == "cuda" and (group is None or group.recordable)
-        recorded = graphs.prompt_rows(shape, chunk_tokens)
+        recorded = graphs.prompt_rows(shape, chunk_tokens, fp8=any(fp8_weights(model)))
         self.recorded_rows = recorded[-1]  # most rows of a recorded step over prompts
         self._limits = Limits(
             page_size=kv.shape[3],
             decoding=max_batch,
-            long_chunks=supports(shape, kv.dtype, kv.device, numerics),
+            long_chunks=supports(shape, model.embedding.dtype, kv.device, numerics),
             slices=len(shape.slices.windows),
             recorded=recorded[-1],
         )
@@ -144,7 +144,7 @@ class GpuRunner:
         inputs = (self._row_inputs + 4) * most + 4 * SPARE_BLOCKS
         self._inputs = torch.zeros(inputs, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int32, device=device)
-        self._logits = torch.empty(max_batch, len(model.head.weight), dtype=kv.dtype, device=device)
+        self._logits = model.head.weight.new_empty(max_batch, len(model.head.weight))
         self._adapter_inputs = AdapterInputs(adapters, most, device) if adapters else None
         # Steps without adapters have recordings of their own, in which these cost nothing.
         self._recordings = {False: self._recordings_of(max_batch, recorded, lambda rows: None)}

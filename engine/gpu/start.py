@@ -132,11 +132,12 @@ def start_runner(
             _rehearse_steps(runner, pool, most, context, shape.routing)
     progress("kernels", 1.0)
     runner.record(lambda done: progress("steps", done / 2))
-    fast = numerics is Numerics.FAST and supports(shape, kv.dtype, kv.device, numerics)
+    dtype = model.embedding.dtype
+    fast = numerics is Numerics.FAST and supports(shape, dtype, kv.device, numerics)
     if fast and not shape.latent:
         prepare(
             shape,
-            kv.dtype,
+            dtype,
             kv.device,
             most,
             context,

@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.kernels.gpu import hopper_chunks
 from baton.kernels.gpu.decode_attention import WIDE_BYTES, tiles_ahead
 from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge, tile_of
+from baton.kernels.gpu.head_codes import is_coded
 from baton.kernels.gpu.pages import load_tile
 from baton.kernels.gpu.rotary import HeadShape
 
@@ -73,7 +74,9 @@ def attend_anywhere(
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
         DIM=shape.head_dim,
+        HEAD=kv_layer.shape[4],
         BLOCK_D=block_d,
+        CODED=is_coded(kv_layer.dtype),
         PARTS=BLOCK_QUERIES // queries,
         BLOCK_M=queries,
         TILE=tile,
@@ -91,13 +94,14 @@ def attend_anywhere(
 @triton.jit
 def _attend_tile(
     highest, total, sums, query, position, kv_pointer, table, value_offset, page_stride, tile,
-    first, end, inside, in_dim, scale, bend, window, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, TOKEN: tl.constexpr, CAPPED: tl.constexpr,
+    first, end, inside, in_dim, scale_place, scale, bend, window, ROWS: tl.constexpr,
+    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKEN: tl.constexpr, CAPPED: tl.constexpr,
+    CODED: tl.constexpr,
 ):  # fmt: skip
     """Adds the tokens from `tile` on to those before them in their split: fixed_order.attend."""
     keys, values, token = load_tile(
         kv_pointer, table, value_offset, page_stride, tile, first, end, inside, in_dim,
-        TILE, PAGE_SIZE, TOKEN,
+        scale_place, TILE, PAGE_SIZE, TOKEN, CODED, query.dtype,
     )  # fmt: skip
     seen = token[None, :] <= position
     if window > 0:
@@ -123,7 +127,9 @@ def _chunk(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CODED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
@@ -148,7 +154,8 @@ def _chunk(
         position = (start + member)[:, None]
         end = start + count
         first = tl.maximum(start - window + 1, 0) if window > 0 else 0
-        inside = (head // (HEADS // KV_HEADS)) * DIM + dim
+        place = (head // (HEADS // KV_HEADS)) * HEAD
+        inside, scale_place = place + dim, place + DIM
 
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -166,7 +173,8 @@ def _chunk(
                     split_highest, split_total, split_sums = _attend_tile(
                         split_highest, split_total, split_sums, query, position, kv_pointer, table,
                         value_offset, page_stride, split + tile * TILE, first, end, inside, in_dim,
-                        scale, bend, window, BLOCK_M, TILE, PAGE_SIZE, KV_HEADS * DIM, CAPPED,
+                        scale_place, scale, bend, window, BLOCK_M, TILE, PAGE_SIZE,
+                        KV_HEADS * HEAD, CAPPED, CODED,
                     )  # fmt: skip
                 highest, total, sums = merge(
                     highest, total, sums, split_highest, split_total, split_sums
@@ -176,8 +184,8 @@ def _chunk(
                 split_highest = tl.where(tile % SPLIT == 0, float("-inf"), split_highest)
                 split_highest, split_total, split_sums = _attend_tile(
                     split_highest, split_total, split_sums, query, position, kv_pointer, table,
-                    value_offset, page_stride, tile, first, end, inside, in_dim, scale,
-                    bend, window, BLOCK_M, TILE, PAGE_SIZE, KV_HEADS * DIM, CAPPED,
+                    value_offset, page_stride, tile, first, end, inside, in_dim, scale_place, scale,
+                    bend, window, BLOCK_M, TILE, PAGE_SIZE, KV_HEADS * HEAD, CAPPED, CODED,
                 )  # fmt: skip
                 if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
                     highest, total, sums = merge(

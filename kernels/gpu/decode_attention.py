@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import SPLIT, attend, inverse_size, merge, tile_of
+from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, inverse_size, merge, tile_of
+from baton.kernels.gpu.head_codes import encode, is_coded, scales_at
 from baton.kernels.gpu.pages import load_tile
 from baton.kernels.gpu.rotary import (
     HeadShape,
@@ -33,6 +34,10 @@ WIDE_BYTES = 512
 
 SMALL_BYTES = 128
 """Heads of up to this size keep one warp busy: more programs run side by side."""
+
+CODED_QUERIES = 64
+"""Least rows of a product over codes. Fewer are of other instructions, for which the compiler takes
+the numbers of a key that was a byte each in another order: other bits than a chunk's."""
 
 FEW_ROWS = 16
 """Below this many sequences latency counts: more warps, less loaded ahead."""
@@ -62,6 +67,8 @@ def decode_attention(
     batch, group = len(qkv), shape.heads // shape.kv_heads
     programs = programs_for(batch, shape.kv_heads)
     block_d, tile = max(16, triton.next_power_of_2(shape.head_dim)), tile_of(qkv.dtype)
+    coded = is_coded(kv_layer.dtype)
+    least = CODED_QUERIES if coded and tile == TILE else 16
     _decode[(batch, shape.kv_heads, programs)](
         qkv,
         qkv if squares is None else squares,
@@ -89,9 +96,11 @@ def decode_attention(
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
         GROUP=group,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=max(least, triton.next_power_of_2(group)),
         DIM=shape.head_dim,
+        HEAD=kv_layer.shape[4],
         BLOCK_D=block_d,
+        CODED=coded,
         INPUTS=projected.source.x.shape[1] if projected.source else 1,
         TILE=tile,
         SPLIT=SPLIT,
@@ -102,7 +111,7 @@ def decode_attention(
         ROTATES=shape.rotates,
         CAPPED=shape.scoring.cap is not None,
         SINKS=shape.sinks is not None,
-        num_warps=_warps_for(batch, block_d * qkv.itemsize),
+        num_warps=4 if coded else _warps_for(batch, block_d * qkv.itemsize),
         enable_fp_fusion=False,
         num_stages=tiles_ahead(batch, tile * block_d * qkv.itemsize),
     )
@@ -123,6 +132,19 @@ def tiles_ahead(batch: int, tile_bytes: int) -> int:
     if tile_bytes > 32 << 10:
         return 1
     return 2 if batch < FEW_ROWS or tile_bytes > 16 << 10 else 3
+
+
+@triton.jit
+def _store(pointer, head, dim, DIM: tl.constexpr, CODED: tl.constexpr):
+    """head [1, BLOCK_D], as numbers or as codes with their scale."""
+    inside = (dim < DIM)[None, :]
+    if CODED:
+        wide = tl.where(inside, head.to(tl.float32), 0.0)
+        codes, scales = encode(wide, pointer.dtype.element_ty)
+        tl.store(pointer + dim[None, :], codes, mask=inside)
+        tl.store(scales_at(pointer + DIM) + tl.arange(0, 1), scales)
+    else:
+        tl.store(pointer + dim[None, :], head, mask=inside)
 
 
 @triton.jit(
@@ -159,7 +181,9 @@ def _decode(
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     DIM: tl.constexpr,
+    HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CODED: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -211,9 +235,9 @@ def _decode(
                 DIM, BLOCK_D, SCALED, BIAS, False, False,
             )  # fmt: skip
             page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
-            spot = kv_pointer + page * page_stride + (position % PAGE_SIZE) * (KV_HEADS * DIM)
-            tl.store(spot + head * DIM + dim[None, :], key, mask=in_dim[None, :])
-            tl.store(spot + value_offset + head * DIM + dim[None, :], value, mask=in_dim[None, :])
+            spot = kv_pointer + page * page_stride + (position % PAGE_SIZE) * (KV_HEADS * HEAD)
+            _store(spot + head * HEAD, key, dim, DIM, CODED)
+            _store(spot + head * HEAD + value_offset, value, dim, DIM, CODED)
             tl.debug_barrier()
 
         # The queries of the heads that share this key head: [BLOCK_G, BLOCK_D].
@@ -221,7 +245,7 @@ def _decode(
             load_pairs(new, at, in_group), size, bias, norm, turn, head_epsilon,
             DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
         )  # fmt: skip
-        inside = head * DIM + dim
+        inside, scale_place = head * HEAD + dim, head * HEAD + DIM
         out = out_pointer + sequence.to(tl.int64) * (HEADS * DIM) + at
         highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_G], dtype=tl.float32)
@@ -240,7 +264,8 @@ def _decode(
             for tile in range(begin, end, TILE):
                 keys, values, token = load_tile(
                     kv_pointer, table, value_offset, page_stride, tile,
-                    first, position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
+                    first, position + 1, inside, in_dim, scale_place, TILE, PAGE_SIZE,
+                    KV_HEADS * HEAD, CODED, query.dtype,
                 )  # fmt: skip
                 seen = ((token >= first) & (token <= position))[None, :]
                 highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
@@ -265,7 +290,8 @@ def _decode(
             for tile in range(begin, end, TILE):
                 keys, values, token = load_tile(
                     kv_pointer, table, value_offset, page_stride, tile,
-                    first, position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
+                    first, position + 1, inside, in_dim, scale_place, TILE, PAGE_SIZE,
+                    KV_HEADS * HEAD, CODED, query.dtype,
                 )  # fmt: skip
                 seen = ((token >= first) & (token <= position))[None, :]
                 highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.gpu.head_codes import decode, is_coded, scales_at
+
 COPY_BLOCK = 4096
 """4-byte words per program: 16 KiB, eight 16-byte loads per thread."""
 
@@ -62,10 +64,13 @@ def gather_tokens(
     """The first `length` tokens of these pages, as rows.
 
     kv_layer [page, k/v, token, kv_head, dim], with a token's heads contiguous; pages [n];
-    out_keys and out_values [length or more, kv_head, dim], rows like the layer's. Of latents only
-    keys.
+    out_keys and out_values [length or more, kv_head, dim], rows like the layer's, or what its codes
+    stand for. Of latents only keys.
     """
     out = out_keys if out_values is None else out_values
+    if is_coded(kv_layer.dtype):
+        _gather_decoded(kv_layer, pages, length, out_keys, out)
+        return
     size = kv_layer.shape[3] * kv_layer.shape[4]
     block = triton.next_power_of_2(size)
     tokens = max(GATHER_BLOCK // block, 1)
@@ -85,6 +90,33 @@ def gather_tokens(
         TOKENS=tokens,
         BLOCK=block,
         num_warps=4,
+    )
+
+
+def _gather_decoded(
+    kv_layer: Tensor, pages: Tensor, length: int, out_keys: Tensor, out_values: Tensor
+) -> None:
+    heads, dim = out_keys.shape[1:]
+    block = triton.next_power_of_2(dim)
+    tokens = max(GATHER_BLOCK // block, 1)
+    _gather_codes[(triton.cdiv(length, tokens), heads, kv_layer.shape[1])](
+        kv_layer,
+        pages,
+        out_keys,
+        out_values,
+        length,
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        kv_layer.stride(3),
+        out_keys.stride(0),
+        out_values.stride(0),
+        PAGE_SIZE=kv_layer.shape[2],
+        DIM=dim,
+        TOKENS=tokens,
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
 
 
@@ -143,6 +175,43 @@ def _gather_tokens(
         tl.store(values_pointer + out_rows + column[None, :], found, mask=inside)
 
 
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["pages_pointer"])
+def _gather_codes(
+    kv_pointer,
+    pages_pointer,
+    keys_pointer,
+    values_pointer,
+    length,
+    page_stride,
+    value_offset,
+    token_stride,
+    head_stride,
+    keys_stride,
+    values_stride,
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head, part = tl.program_id(1), tl.program_id(2)
+    dim = tl.arange(0, BLOCK)
+    there = token < length
+    inside = there[:, None] & (dim < DIM)[None, :]
+    page = tl.load(pages_pointer + token // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    rows = kv_pointer + page * page_stride + token % PAGE_SIZE * token_stride
+    rows += head * head_stride + part * value_offset
+    codes = tl.load(rows[:, None] + dim[None, :], mask=inside, other=0.0)
+    scales = tl.load(scales_at(rows + DIM), mask=there, other=0.0)
+    found = decode(codes, scales[:, None], keys_pointer.dtype.element_ty)
+    at = head * DIM + dim[None, :]
+    wide = token.to(tl.int64)[:, None]
+    if part == 0:
+        tl.store(keys_pointer + wide * keys_stride + at, found, mask=inside)
+    else:
+        tl.store(values_pointer + wide * values_stride + at, found, mask=inside)
+
+
 DIGEST_BLOCK = 4096
 """4-byte words per program."""
 
@@ -195,12 +264,14 @@ def _digest_pages(
 
 @triton.jit
 def load_tile(
-    kv_pointer, table, value_offset, page_stride, block, first, end, inside, in_dim,
-    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr,
+    kv_pointer, table, value_offset, page_stride, block, first, end, inside, in_dim, scale_place,
+    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, CODED: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Keys [BLOCK_D, TILE], values [TILE, BLOCK_D] and the tokens [TILE] from `block` on.
 
-    Tokens before `first` are not read: their pages may have been given back.
+    Tokens before `first` are not read: their pages may have been given back. Codes, with their
+    scale at `scale_place` of a token, are decoded.
     """
     token = block + tl.arange(0, TILE)
     there = (token >= first) & (token < end)
@@ -216,4 +287,9 @@ def load_tile(
         mask=there[:, None] & in_dim[None, :],
         other=0.0,
     )
+    if CODED:
+        at = kv_pointer + spots + scale_place
+        keys = decode(keys, tl.load(scales_at(at), mask=there, other=0.0)[None, :], DTYPE)
+        scales = tl.load(scales_at(at + value_offset), mask=there, other=0.0)
+        values = decode(values, scales[:, None], DTYPE)
     return keys, values, token

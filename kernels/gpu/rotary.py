@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton.kernels.attention import Scoring
 from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums, squares_of_row
+from baton.kernels.gpu.head_codes import decode, encode, is_coded, scales_at
 from baton.kernels.gpu.norm import Scaled
 
 LOG2_E = 1.4426950408889634
@@ -73,7 +74,8 @@ def rotate_and_store(
     key_norm: Tensor | None = None,
 ) -> None:
     """Settles, norms and rotates queries and keys in place, settles values in place, and stores
-    keys and values in kv_layer [page, 2, token, kv_head, dim].
+    keys and values in kv_layer [page, 2, token, kv_head, dim]. Where it has codes, they become
+    what these stand for.
 
     A pair of neighbouring dimensions is one complex number. cos_sin [positions, dim], float32,
     holds a position's cosines, one per pair, then its sines. slots [T] are page * page_size +
@@ -81,7 +83,7 @@ def rotate_and_store(
     in cos_sin. The norms' weights are [dim]; both or neither are given.
     """
     qkv, squares, bias = projected.qkv, projected.squares, projected.bias
-    tokens, dim = len(qkv), kv_layer.shape[4]
+    tokens, dim = len(qkv), shape.head_dim
     heads, kv_heads = shape.heads, shape.kv_heads
     page_stride, value_offset, token_stride, head_stride, _ = kv_layer.stride()
     # Rows whose size is still to be applied are of a larger step.
@@ -114,6 +116,7 @@ def rotate_and_store(
         BIAS=bias is not None,
         NORMS=query_norm is not None,
         ROTATES=shape.rotates,
+        CODED=is_coded(kv_layer.dtype),
         num_warps=min(max(block_heads * block_dim // 256, 1), 8),
         enable_fp_fusion=False,
     )
@@ -332,6 +335,7 @@ def _rotate_and_store(
     BIAS: tl.constexpr,
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
+    CODED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -361,7 +365,14 @@ def _rotate_and_store(
     )
     tl.debug_barrier()  # Partners are read before they are replaced.
     stored = tl.where(is_value[:, None], settled, turned)
-    tl.store(new + within, stored, mask=inside if SCALED or BIAS else inside & ~is_value[:, None])
+    changed = inside if SCALED or BIAS or CODED else inside & ~is_value[:, None]
+    if CODED:
+        wide = tl.where(inside, stored.to(tl.float32), 0.0)
+        codes, scales = encode(wide, kv_pointer.dtype.element_ty)
+        # Long chunks are attended without their pages.
+        decoded = decode(codes, scales[:, None], stored.dtype)
+        stored = tl.where(is_query[:, None], stored, decoded)
+    tl.store(new + within, stored, mask=changed)
 
     slot = tl.load(slots_pointer + token).to(tl.int64)
     if slot >= 0:
@@ -370,4 +381,9 @@ def _rotate_and_store(
         # A product keeps the compiler's knowledge of alignment; tl.where would lose it.
         rows = spot + kv_head * head_stride + is_value.to(tl.int32) * value_offset
         keeps = inside & (head >= HEADS)[:, None]
-        tl.store(kv_pointer + rows[:, None] + dim[None, :], stored, mask=keeps)
+        if CODED:
+            tl.store(kv_pointer + rows[:, None] + dim[None, :], codes, mask=keeps)
+            kept = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
+            tl.store(scales_at(kv_pointer + rows + DIM), scales, mask=kept)
+        else:
+            tl.store(kv_pointer + rows[:, None] + dim[None, :], stored, mask=keeps)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import parse_architecture
+from baton.engine.engine import stored_dtype
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
-from baton.engine.model_choice import WeightQuantization
+from baton.engine.model_choice import KvDtype, WeightQuantization, stored_shape
 from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
@@ -89,13 +90,24 @@ SHAPES = {
 
 
 def model_of(
-    name: str, folder: Path, dtype: torch.dtype, quantization: WeightQuantization = "none"
+    name: str,
+    folder: Path,
+    dtype: torch.dtype,
+    quantization: WeightQuantization = "none",
+    kv_dtype: KvDtype = "auto",
 ) -> Model:
     path = folder / "config.json"
     path.write_text(json.dumps(SHAPES[name]))
     torch.manual_seed(1)
     shape = parse_architecture(path)
-    return load_model(RandomTensors("cuda"), shape, dtype, "cuda", quantization=quantization)
+    return load_model(
+        RandomTensors("cuda"),
+        shape,
+        dtype,
+        "cuda",
+        quantization=quantization,
+        balanced=kv_dtype != "auto",
+    )
 
 
 Logits = dict[tuple[int, int], Tensor]
@@ -105,12 +117,19 @@ Logits = dict[tuple[int, int], Tensor]
 class Engine:
     """A runner whose logits are kept."""
 
-    def __init__(self, model: Model, page_size: int = 16, chunk_tokens: int = 8192) -> None:
+    def __init__(
+        self,
+        model: Model,
+        page_size: int = 16,
+        chunk_tokens: int = 8192,
+        kv_dtype: KvDtype = "auto",
+    ) -> None:
         shape = model.architecture
         slices = shape.slices
         pages = TOKENS // page_size * len(slices.windows)
-        size = shape.pages_shape(pages, page_size)
-        self.kv = torch.zeros(size, dtype=model.embedding.dtype, device="cuda")
+        size = stored_shape(shape.pages_shape(pages, page_size), kv_dtype, "cuda")
+        stored = stored_dtype(kv_dtype, model.embedding.dtype)
+        self.kv = torch.zeros(size, dtype=stored, device="cuda")
         self.pool = make_pool(pages, page_size, slices.windows)
         self.runner = GpuRunner(
             model, self.kv, CONTEXT, BATCH, None, Numerics.INVARIANT, chunk_tokens
@@ -153,8 +172,9 @@ class Engine:
 def kept(engine: Engine, sequences: list[Sequence]) -> dict[int, Tensor]:
     """Each prompt's keys and values [token, layer, k/v, head, dim]; releases the pages."""
     found = {}
+    kv = engine.kv.view(torch.uint8) if engine.kv.itemsize == 1 else engine.kv
     for each in sequences:
-        tables = [engine.kv[table].permute(0, 3, 1, 2, 4, 5) for table in each.lease.tables]
+        tables = [kv[table].permute(0, 3, 1, 2, 4, 5) for table in each.lease.tables]
         tokens = torch.cat([table.flatten(0, 1) for table in tables], dim=1)
         found[int(each.work.key.request_id)] = tokens[: each.computed].clone()
         each.lease.release()
@@ -212,18 +232,25 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "quantization"),
+    ("name", "dtype", "quantization", "kv_dtype"),
     [
-        *((name, torch.bfloat16, "none") for name in SHAPES),
-        ("small", torch.float16, "none"),
-        *((name, torch.bfloat16, "fp8") for name in ("llama-8b", "qwen2", "olmo2", "gemma2")),
+        *((name, torch.bfloat16, "none", "auto") for name in SHAPES),
+        ("small", torch.float16, "none", "auto"),
+        *((name, torch.bfloat16, "fp8", "auto") for name in ("llama-8b", "qwen2", "olmo2")),
+        ("gemma2", torch.bfloat16, "fp8", "fp8"),
+        *((name, torch.bfloat16, "none", "int8") for name in ("small", "llama-8b", "gpt-oss")),
+        *((name, torch.bfloat16, "none", "fp8") for name in ("llama-8b", "qwen3-moe", "gemma3")),
     ],
 )
 def test_bits_do_not_depend_on_company(
-    name: str, dtype: torch.dtype, quantization: WeightQuantization, tmp_path: Path
+    name: str,
+    dtype: torch.dtype,
+    quantization: WeightQuantization,
+    kv_dtype: KvDtype,
+    tmp_path: Path,
 ) -> None:
-    model = model_of(name, tmp_path, dtype, quantization)
-    engine = Engine(model)
+    model = model_of(name, tmp_path, dtype, quantization, kv_dtype)
+    engine = Engine(model, kv_dtype=kv_dtype)
     sequences = [engine.submit(prompt) for prompt in range(len(LENGTHS))]
     for each in sequences:
         engine.finish([each])
@@ -237,8 +264,11 @@ def test_bits_do_not_depend_on_company(
         if differ := differing(engine, wanted, found, memory):
             wrong[case] = differ[-6:]
     others = {
-        "pages of 5": (Engine(model, page_size=5), at_once(5, 50)),
-        "long chunks not recorded": (Engine(model, chunk_tokens=512), in_chunks(600)),
+        "pages of 5": (Engine(model, page_size=5, kv_dtype=kv_dtype), at_once(5, 50)),
+        "long chunks not recorded": (
+            Engine(model, chunk_tokens=512, kv_dtype=kv_dtype),
+            in_chunks(600),
+        ),
     }
     for case, (engine, run) in others.items():
         found = kept(engine, run(engine))

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import torch
 from interpreted_kernels import speed_up
+from torch import Tensor
 
 from baton.engine.architecture import Split, read_architecture
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.engine import Engine
+from baton.engine.engine import Engine, stored_dtype
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.device import AdapterRoom, GpuSettings
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.grammar import Grammars
-from baton.engine.model_choice import read_model
+from baton.engine.model_choice import KvDtype, read_model, stored_shape
 from baton.engine.page_groups import make_pool
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import load_model
@@ -33,20 +34,31 @@ def gpu_runner(
     page_size: int,
     group: Group | None = None,
     room: AdapterRoom | None = None,
+    kv_dtype: KvDtype = "auto",
 ) -> GpuRunner:
     """A runner over poisoned pages. With a group, which it connects: one rank of it. With `room`,
     adapters may be added to it."""
     whole = read_architecture(folder)
-    model = load_model(Checkpoint(folder), whole, torch.float32, device, group)
+    balanced = kv_dtype != "auto"
+    model = load_model(Checkpoint(folder), whole, torch.float32, device, group, balanced=balanced)
     if group:
         group.connect(torch.device(device))
     shape = model.architecture
-    size = shape.pages_shape(pages, page_size)
-    kv = torch.full(size, torch.nan, device=device)
+    kv = poisoned_pages(
+        stored_shape(shape.pages_shape(pages, page_size), kv_dtype, "cuda"), kv_dtype, device
+    )
     adapters = AdapterSlots(model, room, group) if room else None
     runner = GpuRunner(model, kv, 128, 4, group, adapters=adapters)
     runner.record()
     return runner
+
+
+def poisoned_pages(size: tuple[int, ...], kv_dtype: KvDtype, device: str) -> Tensor:
+    """Of NaNs: codes have them in their scales."""
+    if kv_dtype == "auto":
+        return torch.full(size, torch.nan, device=device)
+    kv = torch.full(size, -1, dtype=torch.int8, device=device)  # scales of ones alone: NaN
+    return kv.view(stored_dtype(kv_dtype, torch.float32))
 
 
 def engine_of(runner: GpuRunner, folder: Path, pages: int, page_size: int) -> Engine:

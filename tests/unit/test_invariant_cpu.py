@@ -269,7 +269,7 @@ class Steps:
     ) -> None:
         shape = model.architecture
         self._model, self._page_size = model, page_size
-        size = stored_shape(shape.pages_shape(900, page_size), kv_dtype)
+        size = stored_shape(shape.pages_shape(900, page_size), kv_dtype, "cpu")
         self._tables = len(shape.slices.windows)
         stored = dtype if kv_dtype == "auto" else torch.int8
         self._runner = Runner(model, torch.zeros(size, dtype=stored))

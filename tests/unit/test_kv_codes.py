@@ -231,7 +231,11 @@ def test_models_through_transformers_keep_their_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"device": "cuda"}, "not quantized on GPUs yet; kv_dtype is int8"),
+        (
+            "llama",
+            {"kv_dtype": "fp8", "device": "cpu"},
+            "CPUs have int8 pages, not fp8; kv_dtype is fp8",
+        ),
         ("llama", {"engine": "transformers"}, "through transformers has pages of its own dtype"),
         ("deepseek-v3", {}, "pages of latents are not quantized yet"),
         ("llama-odd", {}, "heads of 6 numbers, no multiple of 4, are not quantized"),
