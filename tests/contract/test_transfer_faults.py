@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
+from forks import fork
 from inprocess_transport import InProcessTransport
 from pools import NIXL, CpuBytes
 from transfer_workers import KEY, TransferWorker
@@ -72,10 +73,8 @@ class Worker(TransferWorker):
 @contextmanager
 def other_process(serve: Callable[[Connection], None]) -> Iterator[tuple[int, Connection]]:
     """A worker in a process of its own, and the pipe to it."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there,), daemon=True)
-    process.start()
+    here, there = multiprocessing.Pipe()
+    process = fork(serve, (there,))
     assert process.pid is not None
     try:
         yield process.pid, here

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
+from forks import fork
 from pools import Pool
 
 from baton.core.errors import BatonError
@@ -26,7 +27,7 @@ STUCK_SECONDS = 30.0
 class PoolHost:
     """Another process; `make_pool` makes a pool there."""
 
-    def __init__(self, pipe: Connection, process: SpawnProcess) -> None:
+    def __init__(self, pipe: Connection, process: BaseProcess) -> None:
         self._pipe = pipe
         self._process = process
         self._made = 0
@@ -99,10 +100,8 @@ def poll_until(condition: Callable[[], object], *pools: AnyPool) -> None:
 @contextmanager
 def pool_host() -> Iterator[PoolHost]:
     """A process for pools, ended with the block."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there,), daemon=True)
-    process.start()
+    here, there = multiprocessing.Pipe()
+    process = fork(_serve, (there,))
     yield PoolHost(here, process)
     if process.is_alive():
         here.send(None)

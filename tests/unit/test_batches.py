@@ -21,6 +21,7 @@ from openai.types import Batch
 from baton.core.api_keys import make_key, write_keys
 from baton.core.batch_lines import answer_line
 from baton.core.config import BatchesConfig
+from baton.router.edges.http.batches import batch_runner
 from baton.router.edges.http.batches.batch_runner import Results
 from baton.router.edges.http.batches.batch_store import BatchStore
 from baton.router.edges.http.batches.file_store import FileStore
@@ -29,6 +30,11 @@ from baton.router.server import RouterServer
 MODEL = "SmolLM2-135M-Instruct"
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runner, "POLL_SECONDS", 0.05)
 
 
 def line(name: str, url: str = "/v1/chat/completions", **body: object) -> dict[str, object]:

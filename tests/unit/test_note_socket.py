@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
+from forks import fork
 
 from baton.core.errors import WorkerLost
 from baton.kv_transfer.note_socket import PIECE_BYTES, NoteSocket
@@ -133,10 +134,8 @@ def _listen(pipe: Connection) -> None:
 
 
 def test_a_killed_process_is_found(make: Maker) -> None:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_listen, args=(there,), daemon=True)
-    process.start()
+    here, there = multiprocessing.Pipe()
+    process = fork(_listen, (there,))
     left = make("left")
     left.connect("child", here.recv())
     assert left.alive("child")
