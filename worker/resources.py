@@ -41,8 +41,10 @@ def use_threads(threads: int) -> None:
 
 
 def lower_priority(niceness: int) -> None:
-    """Lowers the priority of the calling thread, and of threads that it starts later."""
-    os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    """Lowers the priority of the calling thread, and of threads that it starts later. One that
+    is lower already stays: not everyone may raise it."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, max(own, niceness))
 
 
 @contextlib.contextmanager

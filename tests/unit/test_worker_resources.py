@@ -1,10 +1,14 @@
-"""The service that lets workers share a GPU: how it is started and ended.
+"""Priorities of threads, and the service that lets workers share a GPU.
 
 The control program comes with NVIDIA's driver; here a script stands for it.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,3 +52,17 @@ def test_a_machine_without_the_service_is_told(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InvalidConfig, match=resources.MPS_CONTROL), resources.mps_service(tmp_path):
         pass
+
+
+def test_a_priority_is_lowered_and_never_raised() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def nicenesses() -> Iterator[int]:
+        for wanted in (own + 1, own, own + 2):
+            resources.lower_priority(wanted)
+            yield os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(lambda: list(nicenesses())).result()
+    limit = 19
+    assert found == [min(own + more, limit) for more in (1, 1, 2)]
