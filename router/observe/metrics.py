@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from baton.core import metrics as names
 from baton.core.errors import (
     BatonError,
+    DeadlineExceeded,
     Exhausted,
     Internal,
     PoisonRequest,
@@ -106,8 +107,8 @@ class RouterMetrics:
         for reason in (Internal.reason, WorkerLost.reason):
             self._retries.labels(reason=reason)
             self.requests.labels(outcome=reason)
-        for reason in (Exhausted.reason, PoisonRequest.reason, Unavailable.reason):
-            self.requests.labels(outcome=reason)
+        for error in (DeadlineExceeded, Exhausted, PoisonRequest, Unavailable):
+            self.requests.labels(outcome=error.reason)
 
     def watch(self, links: Iterable[WorkerLink]) -> None:
         """Adds the workers' gauges, so that one scrape shows the cluster."""

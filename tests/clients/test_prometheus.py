@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,65 +11,20 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from monitoring import ALERTS, QUERIES
-from processes import ProcessCluster, free_port, scrape_text
-from serving import Command
+from monitoring import ALERTS, QUERIES, SHOWN, filled, metrics_of
+from processes import ProcessCluster, scrape_text
+from prometheus_server import prometheus_server
+from serving import MODEST, Serve
 from waiting import until
-
-from examples import run
-
-DOWNLOAD_SECONDS = 300
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `prometheus` and `promtool`."""
-    if found := shutil.which("promtool"):
-        return Path(found).parent
-    if not shutil.which("apt-get"):
-        pytest.skip("needs promtool (apt-get install prometheus)")
-    folder = tmp_path_factory.mktemp("debian")
-    run(["apt-get", "download", "prometheus"], folder, DOWNLOAD_SECONDS)
-    (package,) = folder.glob("*.deb")
-    run(["dpkg", "-x", str(package), str(folder)])
-    return folder / "usr" / "bin"
 
 
 @pytest.fixture(scope="module")
 def prometheus(
     programs: Path, cluster: ProcessCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The URL of a Prometheus that scrapes the router and the workers that the router lists."""
     folder = tmp_path_factory.mktemp("prometheus")
-    jobs = [
-        {"job_name": "baton", "static_configs": [{"targets": [cluster.metrics]}]},
-        {
-            "job_name": "baton-workers",
-            "http_sd_configs": [{"url": f"http://{cluster.http}/metrics/targets"}],
-        },
-    ]
-    settings = folder / "prometheus.yaml"
-    settings.write_text(
-        yaml.safe_dump(
-            {
-                "global": {"scrape_interval": "1s"},
-                "scrape_configs": jobs,
-                "rule_files": [str(ALERTS)],
-            }
-        )
-    )
-    address = f"127.0.0.1:{free_port()}"
-    started = Command(
-        folder / "output",
-        [
-            str(programs / "prometheus"),
-            f"--config.file={settings}",
-            f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address={address}",
-        ],
-    )
-    yield f"http://{address}"
-    started.end()
+    with prometheus_server(programs, folder, cluster.metrics, cluster.http, ALERTS) as url:
+        yield url
 
 
 def test_promtool_accepts_the_metrics_of_every_process(
@@ -95,7 +51,43 @@ async def test_prometheus_finds_the_router_and_its_workers(prometheus: str) -> N
     await until(all_are_up, pause=0.2)
     assert ask(prometheus, "count(max by (worker) (baton_running_requests))") == 2
     for query in QUERIES:
-        ask(prometheus, query.replace("$__rate_interval", "1m"))
+        ask(prometheus, filled(query))
+
+
+def test_panels_show_one_model_or_all(prometheus: str, cluster: ProcessCluster) -> None:
+    with cluster.client() as client:
+        (model,) = [each.name for each in client.models()]
+    gauges = [query for query in SHOWN if "rate(" not in query and "_tier_" not in query]
+    for query in gauges:
+        assert ask(prometheus, filled(query)) == ask(prometheus, filled(query, model))
+        assert ask(prometheus, filled(query, "another")) is None
+    assert len([query for query in gauges if ask(prometheus, filled(query)) is not None]) > 5
+
+
+async def test_every_panel_and_every_rule_finds_its_series_under_ray(
+    programs: Path, tmp_path: Path
+) -> None:
+    tiers = {"host_memory": "16MiB", "files": str(tmp_path / "files"), "files_budget": "16MiB"}
+    config = tmp_path / "baton.yaml"
+    config.write_text(yaml.safe_dump({**MODEST, "cache": tiers}))
+    names = {name for query in QUERIES for name in metrics_of(query)}
+    with Serve(tmp_path / "serve", "--config", str(config), "--kv-memory", "64MiB") as serve:
+        serve.ready()
+        with serve.client() as client:
+            client.chat([("user", "Hi")], max_tokens=2)
+        (metrics,) = re.findall(r"metrics +http://(\S+)/metrics", serve.stdout)
+        (http,) = re.findall(r"page +http://(\S+)/", serve.stdout)
+        with prometheus_server(programs, tmp_path, metrics, http, ALERTS) as url:
+
+            async def are_all_there() -> bool:
+                try:
+                    return all(ask(url, f"count({name})") is not None for name in names)
+                except httpx.HTTPError:  # it does not listen yet, or is not ready
+                    return False
+
+            await until(are_all_there, pause=0.5)
+        serve.send(signal.SIGINT)
+        assert serve.wait() == 0
 
 
 def ask(url: str, query: str) -> float | None:

@@ -86,6 +86,9 @@ def test_prometheus_finds_every_series_of_the_dashboard_and_the_alerts(serve: Se
     asked = {name for query in QUERIES for name in metrics_of(query)} - {"up"}
     # This cluster has no second tier.
     assert {name for name in asked - series if "_tier_" not in name} <= {FILES_FAILING}
+    # The dashboard shows the series of the chosen models.
+    lines = [line for line in text.splitlines() if line.startswith(tuple(asked))]
+    assert [line for line in lines if 'model="SmolLM2-135M-Instruct"' not in line] == []
 
 
 def test_its_status_shows_both_workers_attached(serve: Serve) -> None:

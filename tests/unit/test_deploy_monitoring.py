@@ -7,14 +7,14 @@ import shutil
 import subprocess
 
 import pytest
-from monitoring import ALERTS, DASHBOARD, QUERIES, RULES, metrics_of
+from monitoring import ALERTS, DASHBOARD, EVERY_MODEL, QUERIES, RULES, SHOWN, filled, metrics_of
 
 from baton.core import errors
 from baton.core import metrics as names
 
 LABELS = {
     *("le", "worker", "role", "state", "outcome", "reason", "phase", "policy", "where", "job"),
-    *("tier", "event", "instance"),
+    *("tier", "event", "instance", "model"),
 }
 STATES = {"free", "leased", "quarantined", "cached"}
 # Prometheus' own, of every target.
@@ -49,8 +49,9 @@ def test_a_query_selects_values_that_exist(query: str) -> None:
         "role": {"prefill", "decode"},
         "outcome": reasons,
         "reason": reasons,
+        "model": {EVERY_MODEL},
     }
-    for label, values in re.findall(r"(\w+)\s*=~?\s*\"([^\"]*)\"", query):
+    for label, values in re.findall(r"(\w+)\s*=~?\s*\"([^\"]*)\"", filled(query)):
         assert set(values.split("|")) <= known[label]
 
 
@@ -58,6 +59,16 @@ def test_counters_are_looked_at_as_rates_only() -> None:
     for query in QUERIES:
         for name in re.findall(r"\bbaton_\w+(?:_total|_bucket|_sum|_count)\b", query):
             assert re.search(rf"(?:rate|increase)\({name}\b", query), query
+
+
+def test_panels_show_the_chosen_models() -> None:
+    (variable,) = [each for each in DASHBOARD["templating"]["list"] if each["name"] == "model"]
+    name = re.fullmatch(r"label_values\((\w+), model\)", variable["query"]["query"])
+    assert name
+    assert name[1] in names.HELP
+    assert (variable["includeAll"], variable["allValue"]) == (True, EVERY_MODEL)
+    for query in SHOWN:
+        assert len(re.findall(r'\bbaton_\w+\{model=~"\$model"', query)) == query.count("baton_")
 
 
 def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
