@@ -43,6 +43,17 @@ from .engine import SimulatedSpeculation, _Run
 from .world import Violation
 
 SEEDS = 2500
+RARE = {
+    "let_quarantine_expire": 313,
+    "ignore_epochs": 126,
+    "ignore_what_routers_say_of_the_dead": 171,
+    "believe_that_the_dead_are_silent": 654,
+    "send_again_twice": 137,
+    "forget_token_one": 325,
+    "free_what_is_being_fetched": 335,
+    "lend_twice": 123,
+}
+"""Seeds to begin with, of mistakes that few seeds see."""
 Patch = pytest.MonkeyPatch
 
 
@@ -428,11 +439,11 @@ def test_a_mistake_is_caught(
 ) -> None:
     caplog.set_level(logging.ERROR, "baton.kv_transfer")
     mutate(monkeypatch)
-    fail_some_seed(Cluster)
+    fail_some_seed(Cluster, RARE.get(mutate.__name__, 0))
 
 
-def fail_some_seed(kind: type[Cluster]) -> None:
-    for seed in range(SEEDS):
+def fail_some_seed(kind: type[Cluster], first: int = 0) -> None:
+    for seed in (*range(first, SEEDS), *range(first)):
         try:
             kind(seed).run()
         except Exception as error:  # noqa: BLE001 - a mistake may show in any way

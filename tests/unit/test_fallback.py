@@ -34,7 +34,7 @@ from baton.engine.engine import Engine
 from baton.engine.model_choice import FallbackArchitecture, read_model, uses_fallback
 from baton.engine.sequence import Sequence
 
-ANSWER = 16
+ANSWER = 12
 
 
 def random_prompt(length: int) -> list[int]:
@@ -42,7 +42,7 @@ def random_prompt(length: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(length)]
 
 
-PROMPTS = [random_prompt(length) for length in (1, 5, 23, 40, 70)]
+PROMPTS = [random_prompt(length) for length in (1, 5, 23, 40)]
 
 
 def load(folder: Path, page_size: int = 16, dtype: str = "float32") -> Engine:
@@ -55,7 +55,7 @@ def load(folder: Path, page_size: int = 16, dtype: str = "float32") -> Engine:
 def test_a_mixed_batch_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     oracle = save(FOREIGN_MODELS[name], tmp_path)
     expected: list[list[int]] = []
-    for page_size, chunk in ((1, 7), (16, 5), (32, 200)):
+    for page_size, chunk in ((1, 7), (16, 200)):
         engine = load(tmp_path, page_size)
         answers = serve(engine, PROMPTS, ANSWER, chunk)
         expected = expected or choices_of_transformers(oracle, PROMPTS, answers)

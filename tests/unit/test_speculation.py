@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -51,8 +52,7 @@ def compare(engine: Engine, asked: list[Work], **limits: int) -> Loop:
     return looking
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("name", "page_size"), zip(MODELS, itertools.cycle((1, 16)), strict=False))
 def test_any_model_and_sampling_answers_as_without(
     name: str, page_size: int, tmp_path: Path
 ) -> None:
