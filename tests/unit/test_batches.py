@@ -271,10 +271,11 @@ async def test_files_are_listed_retrieved_and_deleted(tmp_path: Path) -> None:
         ({}, b"{}", "purpose"),
         ({"purpose": "batch"}, None, "file is missing"),
         ({"purpose": "batch", "expires_after[seconds]": "1"}, b"{}", "expires_after"),
+        ({"purpose": "batch", "expires_after[seconds]": ["3600"] * 2}, b"{}", "expires_after"),
     ],
 )
 async def test_a_wrong_upload_is_refused(
-    fields: dict[str, str], file: bytes | None, message: str, tmp_path: Path
+    fields: dict[str, object], file: bytes | None, message: str, tmp_path: Path
 ) -> None:
     async with door(tmp_path) as client:
         parts = {"file": ("in.jsonl", file)} if file else {"other": ("in.jsonl", b"")}

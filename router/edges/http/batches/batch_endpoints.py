@@ -218,10 +218,11 @@ async def _bounded(http: HttpRequest) -> AsyncGenerator[bytes, None]:
 
 
 def _expiry(form: FormData, longest: float) -> float:
-    given = form.get("expires_after[seconds]")
-    if given is None:
+    given = form.getlist("expires_after[seconds]")
+    if not given:
         return longest
-    seconds = int(given[:9]) if isinstance(given, str) and given.isdecimal() else 0
+    text = given[0] if len(given) == 1 else None
+    seconds = int(text[:9]) if isinstance(text, str) and text.isdecimal() else 0
     if not LEAST_EXPIRY <= seconds <= MAX_EXPIRY:
         limits = f"{LEAST_EXPIRY} to {MAX_EXPIRY}"
         raise InvalidRequest(f"expires_after[seconds] must be {limits}", field="expires_after")
