@@ -34,7 +34,7 @@ from baton.engine.engine import Engine
 from baton.engine.model_choice import FallbackArchitecture, read_model, uses_fallback
 from baton.engine.sequence import Sequence
 
-ANSWER = 12
+ANSWER = 16
 
 
 def random_prompt(length: int) -> list[int]:

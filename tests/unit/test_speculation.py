@@ -52,7 +52,9 @@ def compare(engine: Engine, asked: list[Work], **limits: int) -> Loop:
     return looking
 
 
-@pytest.mark.parametrize(("name", "page_size"), zip(MODELS, itertools.cycle((1, 16)), strict=False))
+@pytest.mark.parametrize(
+    ("name", "page_size"), list(zip(MODELS, itertools.cycle((1, 16)), strict=False))
+)
 def test_any_model_and_sampling_answers_as_without(
     name: str, page_size: int, tmp_path: Path
 ) -> None:
