@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import stranger
-from network import Host, Network
+from network import Host, Network, reaches
 from processes import ProcessCluster
 from tiny_models import TINY_MODELS, save
 
@@ -115,10 +115,3 @@ def test_ucx_listens_beside_grpc_and_only_the_network_keeps_strangers_from_it(
         network.keep_out(elsewhere)
         assert not any(reaches(elsewhere, network.far, port) for port in ports)
         assert len(answer(cluster, "kept out")) == 8
-
-
-def reaches(source: Host, target: Host, port: int) -> bool:
-    """Whether a TCP connection from one host to another's port is accepted."""
-    program = f"import socket; socket.create_connection(({target.address!r}, {port}), 2)"
-    command = [*source.enter, sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True).returncode == 0

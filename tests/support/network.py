@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +22,7 @@ import pytest
 ENTER = ["unshare", "--map-root-user", "--net", "--mount", "--mount-proc"]
 # All processes in there end with it.
 ENTER += ["--pid", "--fork", "--kill-child"]
+_ENDS = ("sport", "dport")
 
 
 def why_not() -> str:
@@ -115,6 +118,32 @@ class Network:
     def mend(self) -> None:
         for host in (self.near, self.far):
             _ip(f"rule delete iif {host.name} blackhole")
+
+
+def reaches(source: Host, target: Host, port: int) -> bool:
+    """Whether a TCP connection from one host to another's port is accepted."""
+    program = f"import socket; socket.create_connection(({target.address!r}, {port}), 2)"
+    command = [*source.enter, sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def own_loopback() -> None:
+    """Prepares a namespace with nothing but loopback, where `cut_ports` works."""
+    _ip("link set lo up")
+    # Else the kernel delivers packets to this machine before it looks at another rule.
+    _ip("rule add pref 100 lookup local")
+    _ip("rule delete pref 0")
+
+
+@contextmanager
+def cut_ports(ports: Iterable[int]) -> Iterator[None]:
+    """Drops all packets from and to TCP ports of loopback."""
+    rules = [f"pref 10 ipproto tcp {end} {port} blackhole" for port in ports for end in _ENDS]
+    with ExitStack() as mending:
+        for rule in rules:
+            _ip(f"rule add {rule}")
+            mending.callback(_ip, f"rule delete {rule}")
+        yield
 
 
 def _ip(arguments: str) -> None:
