@@ -21,7 +21,7 @@ from baton import Client, Unavailable
 from baton.core.errors import InvalidRequest, UnknownModel
 
 PROMPT = list(range(20, 50))
-LONG = 1500
+LONG = 600
 SHORT = 24
 SHAPES = {"one": "llama", "two": "qwen2", "three": "qwen3"}
 

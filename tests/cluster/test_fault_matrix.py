@@ -5,8 +5,8 @@ of the latter that wants two answers. Their tokens and text equal the undisturbe
 run's, or the documented error arrives in time; afterwards every pool and queue is
 empty and the next request is served.
 
-One cell runs with every `make test`; the whole runs with `make test-faults`,
-which prints the table of docs/RELIABILITY.md.
+`make test-faults` runs it and prints the table of docs/RELIABILITY.md. With every `make test`
+run test_chaos.py, test_migration.py and test_drain_and_health.py.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from baton.core.model_store import EMBEDDED
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 TARGETS = ("prefill-0", "decode-0", "router")
 MOMENTS = ("queued", "computing", "transferring", "token 1", "token 6", "last token")
-FAST = ("SIGKILL", "decode-0", "token 6")
 CELLS = [
-    pytest.param(*cell, marks=() if cell == FAST else pytest.mark.faults, id="-".join(cell))
-    for cell in itertools.product(SIGNALS, TARGETS, MOMENTS)
+    pytest.param(*cell, id="-".join(cell)) for cell in itertools.product(SIGNALS, TARGETS, MOMENTS)
 ]
+pytestmark = pytest.mark.faults
 
 CHUNK = 64
 ANSWER = 16
@@ -280,7 +279,6 @@ async def after(cluster: ProcessCluster, expected: dict[str, Answer]) -> None:
     await asyncio.to_thread(cluster.wait_idle)
 
 
-@pytest.mark.faults
 async def test_thirty_cancels_a_second_for_a_minute_leave_nothing_behind(
     cluster: ProcessCluster, expected: dict[str, Answer]
 ) -> None:

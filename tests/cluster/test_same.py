@@ -21,7 +21,7 @@ TREE: dict[str, object] = {
 
 def test_answers_are_the_same_in_any_company(tmp_path: Path) -> None:
     save_text_model(tmp_path / "model")
-    asker = Asker(prompts(6), Settings(tokens=60, temperature=0.9, n=2, presence_penalty=0.3))
+    asker = Asker(prompts(4), Settings(tokens=60, temperature=0.9, n=2, presence_penalty=0.3))
     with (
         ProcessCluster(tmp_path / "model", tmp_path, prefill=2, decode=2, tree=TREE) as cluster,
         cluster.client() as client,
@@ -32,7 +32,7 @@ def test_answers_are_the_same_in_any_company(tmp_path: Path) -> None:
             cluster.workers.pop("decode-1").kill()
 
         (_, wanted), *rest = ways(client, asker, kill)
-    assert len({answer.token_ids for answer in wanted}) == 12
+    assert len({answer.token_ids for answer in wanted}) == 8
     assert len(rest) == 5
     for way, found in rest:
         assert found == wanted, way

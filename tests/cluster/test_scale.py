@@ -23,6 +23,8 @@ from baton.v1.worker_pb2 import ROLE_PREFILL
 PROMPTS = [[1, 2, 3], [7] * 40, [5, 4] * 30]
 TOKENS = 100
 DECODE = ["decode-0", "decode-1"]
+PAUSE_SECONDS = 0.3
+"""Between the answers to one prompt: starting processes need the machine too."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +65,10 @@ class Load:
 
     def _ask(self, index: int) -> None:
         try:
-            while not self._stop.is_set():
+            while True:
                 self.answers.append((index, answer(self._serve, PROMPTS[index])))
+                if self._stop.wait(PAUSE_SECONDS):
+                    return
         except Exception as error:  # noqa: BLE001 whatever it is, the test must see it
             self.errors.append(error)
 

@@ -162,6 +162,7 @@ def test_a_killed_router_comes_back_on_its_port(serve: Serve) -> None:
     assert answer(serve) == ANSWER
 
 
+@pytest.mark.fleet
 def test_a_decode_worker_killed_after_the_controller_comes_back(serve: Serve) -> None:
     """Both are away at once: the new controller learns of the new worker all the same."""
     os.kill(serve.actor("Controller"), signal.SIGKILL)
@@ -285,7 +286,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Which asks transformers, for seconds; tests/unit/test_fallback.py has its message.
+SLOW = "another architecture"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.fleet] * (case == SLOW)) for case in CASES]
+)
 def test_what_is_wrong_is_told_in_one_line_before_ray_starts(case: str, tmp_path: Path) -> None:
     flags, words = CASES[case]
     config = tmp_path / "wrong.yaml"

@@ -32,7 +32,7 @@ QUESTIONS = [
     "A",
 ]
 # Slices of real prose, in tokens.
-LENGTHS = [2, 15, 16, 17, 60, 257, 520]
+LENGTHS = [2, 15, 16, 17, 60, 520]
 
 
 @pytest.fixture(scope="module")
