@@ -266,7 +266,9 @@ def second_router(workspace: Path, before: list[str]) -> Iterator[str]:
         assert router.wait() == 0
 
 
-_ports = itertools.count(20_000 + 2_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+# Each process of pytest begins elsewhere, also those of two runs at once.
+_FIRST_PORT = 20_000 + 2_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_ports = itertools.count(_FIRST_PORT + os.getpid() * 61 % 1_500)
 
 
 def free_port() -> int:
