@@ -65,6 +65,9 @@ class Controller:
         logging.basicConfig(level=config.log_level.upper())
         self._manager = FleetManager(config)
         self._models = ModelTable(config)
+        self._without_workers = {
+            name for name in self._models.served if not self._manager.fleet.of_model(name)
+        }
         self._make_actors = functools.partial(make_actors, gpus=gpus, joined=joined)
         self._drain_seconds = config.drain_seconds + DRAIN_SECONDS
         self._tether = tether
@@ -105,12 +108,20 @@ class Controller:
 
     async def add_model(self, named: pb.NamedModel) -> None:
         """Its name is saved before its workers are, which are saved before they are made."""
-        config = await self._models.add(named)
-        await self._manager.scale(
-            named.name, prefill=config.prefill.workers, decode=config.decode.workers
-        )
+        await self._models.add(named)
+        self._without_workers.add(named.name)
         self._plan(named.name)
+        await self._start_workers()
         await self._publish()
+
+    async def _start_workers(self) -> None:
+        """Has the fleet include workers of the models that never had any. An error, or the end of
+        this process, leaves that to the next try."""
+        for name in self._without_workers & set(self._models.served):
+            config = self._models.config(name)
+            prefill, decode = config.prefill.workers, config.decode.workers
+            await self._manager.scale(name, prefill=prefill, decode=decode)
+            self._without_workers.discard(name)
 
     async def remove_model(self, name: str) -> None:
         await self._models.remove(name)
@@ -170,6 +181,7 @@ class Controller:
         if self._is_untethered(there):
             await self._end(workers)
         await manager.follow_members()
+        await self._start_workers()
         await self._end_removed()
         nodes = await asyncio.to_thread(ray.nodes)
         gone = {node["NodeID"] for node in nodes if not node["Alive"]}
@@ -333,6 +345,10 @@ class ControlService(cluster_pb2_grpc.ControlServicer):
     async def NameAdapter(self, message: pb.NamedAdapter) -> pb.NameAdapterResponse:
         await self._controller.name_adapter(message)
         return pb.NameAdapterResponse()
+
+    @unary
+    async def Models(self, message: pb.ModelsRequest) -> pb.ModelsResponse:
+        return pb.ModelsResponse(models=self._models.named)
 
     @unary
     async def AddModel(self, message: pb.NamedModel) -> pb.AddModelResponse:

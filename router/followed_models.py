@@ -2,7 +2,8 @@
 
     named ─loaded─▶ served ─no longer named─▶ leaving: its requests run on ─idle─▶ closed
 
-A model whose keys have changed leaves and is loaded again.
+A model whose keys have changed leaves and is loaded again. One that is added through this router is
+loaded first, then the controller is asked to name it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from baton.core import config as configs
 from baton.core.adapter_store import resolve_places
@@ -18,7 +19,7 @@ from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidConfig, InvalidRequest
 from baton.core.tasks import cancel_all
 from baton.router.served_models import ServedModel, ServedModels, SharedParts
-from baton.router.workers.controller_client import apply_members
+from baton.router.workers.controller_client import ControllerClient, apply_members
 from baton.v1 import cluster_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -32,16 +33,20 @@ class FollowedModels:
         config: Config,
         models: ServedModels,
         shared: SharedParts,
+        controller: ControllerClient,
         on_change: Callable[[], None],
     ) -> None:
         """`on_change` is called when a model is added or removed, or its workers change."""
         self._config = config
         self._models = models
         self._shared = shared
+        self._controller = controller
         self._on_change = on_change
         self._members = pb.Members()
         self._leaving: list[ServedModel] = []
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._adding: set[str] = set()
+        self._added: dict[str, ServedModel] = {}  # loaded, until the controller names them
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -54,28 +59,55 @@ class FollowedModels:
         model.membership.listen(self._on_change)
         return model
 
-    async def check(self, named: pb.NamedModel) -> pb.NamedModel:
-        """A model that could be served, with its places resolved: all processes load the same.
-        Raises InvalidRequest with why it cannot be."""
+    async def begin(self, models: Iterable[pb.NamedModel]) -> None:
+        """Serves what can be loaded now, and the rest as soon as it can be."""
+        for named in models:
+            if not await self._loaded(named):
+                self._loading[named.name] = asyncio.create_task(self._load_until_served(named))
+
+    async def ask_to_add(self, named: pb.NamedModel) -> None:
+        """Has the controller name a model that can be served, with its places resolved: all
+        processes load the same. Raises InvalidRequest with why it cannot be."""
+        self._models.check_free(named.name)
+        if named.name in self._adding:
+            raise InvalidRequest(f"a model {named.name!r} is being added", field="name")
+        self._adding.add(named.name)
         try:
-            return await self._checked(named)
+            await self._ask_to_add(named)
         except InvalidConfig as error:  # the caller's, here
             raise InvalidRequest(error.message, field=error.field) from error
+        finally:
+            self._adding.discard(named.name)
 
-    async def _checked(self, named: pb.NamedModel) -> pb.NamedModel:
-        self._models.check_free(named.name)
-        config = configs.model_config(self._config, named.name, parse_keys(named.keys))
+    async def _ask_to_add(self, named: pb.NamedModel) -> None:
+        keys = parse_keys(named.keys)
+        config = configs.model_config(self._config, named.name, keys)
         places = await asyncio.to_thread(resolve_places, config)
-        keys = json.dumps({**parse_keys(named.keys), **places})
-        resolved = pb.NamedModel(name=named.name, keys=keys)
-        model = await self._load_named(resolved)
-        await model.close()
-        self._shared.metrics.forget(named.name)
-        for name in model.names:
-            self._models.check_free(name)
-        return resolved
+        resolved = pb.NamedModel(name=named.name, keys=json.dumps({**keys, **places}))
+        await self._discard_added(named.name)
+        model = self._added[named.name] = await self._load_named(resolved)
+        try:
+            for name in model.names:
+                self._models.check_free(name)
+            await self._controller.add_model(resolved)
+        except BaseException:
+            await self._discard_added(named.name)
+            raise
+
+    async def _discard_added(self, name: str) -> None:
+        """One that the controller has not named, or no longer names."""
+        if model := self._added.pop(name, None):
+            await model.close()
+            self._shared.metrics.forget(name)
+
+    async def ask_to_remove(self, name: str) -> None:
+        self._models.named(name)
+        await self._controller.remove_model(pb.RemoveModelRequest(name=name))
 
     async def _load_named(self, named: pb.NamedModel) -> ServedModel:
+        added = self._added.get(named.name)
+        if added and added.keys == named.keys:
+            return self._added.pop(named.name)
         config = configs.model_config(self._config, named.name, parse_keys(named.keys))
         return await self.load(config, named.keys)
 
@@ -111,7 +143,7 @@ class FollowedModels:
 
     async def close(self) -> None:
         await cancel_all(*self._loading.values(), *self._tasks)
-        for model in self.all:
+        for model in (*self.all, *self._added.values()):
             await model.close()
 
     async def _load_until_served(self, named: pb.NamedModel) -> None:

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.core.config import Config, own_keys, served_configs
 from baton.core.errors import Internal
 from baton.core.metrics_server import serve_metrics
+from baton.core.model_store import model_name
 from baton.core.process import StopSignal
 from baton.core.tasks import cancel_all
 from baton.core.tls import (
@@ -83,12 +84,13 @@ class RouterServer:
         self._keys = KeyRing(self._config.router.keys)
         shared = await self._share()
         self._responses = shared.responses
-        self._followed = FollowedModels(self._config, self.models, shared, self._report_health)
-        self._health = health.aio.HealthServicer()
         client = ControllerClient(controller, node_identity(self._config))
+        self._followed = FollowedModels(
+            self._config, self.models, shared, client, self._report_health
+        )
+        self._health = health.aio.HealthServicer()
         self._prepare_edges(client)
-        for config in served_configs(self._config):
-            await self._load(config)
+        await self._load_models(client)
         await self._serve_grpc()
         self._http = self._serve_http()
         self._serve_metrics()
@@ -112,9 +114,20 @@ class RouterServer:
         self._activity = activity
         return SharedParts(self._router_id, activity, self._metrics, responses, encoder)
 
-    async def _load(self, config: Config) -> None:
-        """A model of the configuration."""
-        model = await self._followed.load(config, own_keys(self._config, config))
+    async def _load_models(self, controller: ControllerClient) -> None:
+        """Those that the controller serves now; the configuration's where it does not answer."""
+        named = await controller.models()
+        others = {each.name: each for each in named or ()}
+        for config in served_configs(self._config):
+            name, keys = model_name(config), own_keys(self._config, config)
+            if named is None or (name in others and others[name].keys == keys):
+                others.pop(name, None)
+                await self._load(config, keys)
+        await self._followed.begin(others.values())
+
+    async def _load(self, config: Config, keys: str) -> None:
+        """A model of the configuration. An error ends the start, for which a command waits."""
+        model = await self._followed.load(config, keys)
         self._followed.add(model)
         model.membership.set_addresses(config.members.workers)
 
@@ -203,6 +216,7 @@ class RouterServer:
             self._edges,
             self._overview,
             self._metrics.registry,
+            self._followed,
             open_metrics=limits.open_metrics,
             cors_origins=limits.cors_origins,
             batches=(batches := open_batches(self._config.batches)),

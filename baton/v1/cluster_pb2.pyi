@@ -370,6 +370,41 @@ class NamedModel(_message.Message):
 Global___NamedModel: _TypeAlias = NamedModel  # noqa: Y015
 
 @_typing.final
+class ModelsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelsRequest: _TypeAlias = ModelsRequest  # noqa: Y015
+
+@_typing.final
+class ModelsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedModel]: ...
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[Global___NamedModel] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelsResponse: _TypeAlias = ModelsResponse  # noqa: Y015
+
+@_typing.final
 class AddModelResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -178,6 +178,11 @@ class ControlStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.NamedAdapter.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.NameAdapterResponse.FromString,
                 _registered_method=True)
+        self.Models = channel.unary_unary(
+                '/baton.v1.Control/Models',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.ModelsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.ModelsResponse.FromString,
+                _registered_method=True)
         self.AddModel = channel.unary_unary(
                 '/baton.v1.Control/AddModel',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.NamedModel.SerializeToString,
@@ -230,6 +235,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Models(self, request, context):
+        """The models to serve. Known as soon as the controller is, unlike the members.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AddModel(self, request, context):
         """Starts workers of a further model. Returns when that is decided.
         """
@@ -272,6 +284,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.NameAdapter,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.NamedAdapter.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.NameAdapterResponse.SerializeToString,
+            ),
+            'Models': grpc.unary_unary_rpc_method_handler(
+                    servicer.Models,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.ModelsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.ModelsResponse.SerializeToString,
             ),
             'AddModel': grpc.unary_unary_rpc_method_handler(
                     servicer.AddModel,
@@ -420,6 +437,33 @@ class Control(object):
             '/baton.v1.Control/NameAdapter',
             baton_dot_v1_dot_cluster__pb2.NamedAdapter.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.NameAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Models(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/Models',
+            baton_dot_v1_dot_cluster__pb2.ModelsRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.ModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -83,6 +83,8 @@ class ControlStub:
     """
     NameAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedAdapter, _cluster_pb2.NameAdapterResponse]
     """Makes an adapter's name known to all routers, or unknown."""
+    Models: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ModelsRequest, _cluster_pb2.ModelsResponse]
+    """The models to serve. Known as soon as the controller is, unlike the members."""
     AddModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]
     """Starts workers of a further model. Returns when that is decided."""
     RemoveModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]
@@ -107,6 +109,8 @@ class ControlAsyncStub(ControlStub):
     """
     NameAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedAdapter, _cluster_pb2.NameAdapterResponse]  # type: ignore[assignment]
     """Makes an adapter's name known to all routers, or unknown."""
+    Models: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ModelsRequest, _cluster_pb2.ModelsResponse]  # type: ignore[assignment]
+    """The models to serve. Known as soon as the controller is, unlike the members."""
     AddModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]  # type: ignore[assignment]
     """Starts workers of a further model. Returns when that is decided."""
     RemoveModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]  # type: ignore[assignment]
@@ -158,6 +162,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.NameAdapterResponse, _abc.Awaitable[_cluster_pb2.NameAdapterResponse]]:
         """Makes an adapter's name known to all routers, or unknown."""
+
+    @_abc_1.abstractmethod
+    def Models(
+        self,
+        request: _cluster_pb2.ModelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ModelsResponse, _abc.Awaitable[_cluster_pb2.ModelsResponse]]:
+        """The models to serve. Known as soon as the controller is, unlike the members."""
 
     @_abc_1.abstractmethod
     def AddModel(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core.errors import UnknownRequest
+from baton.core.errors import PermissionDenied, UnknownRequest
 from baton.core.types import Role
 from baton.router.edges.auth import Caller
 from baton.router.observe.diagnosis import diagnose
@@ -31,8 +31,20 @@ class RouterOverview:
     queue_limit: int
     began: float = field(default_factory=time.monotonic)
 
-    def status(self) -> pb.StatusResponse:
-        models = list(self.models)
+    def status(self, caller: Caller) -> pb.StatusResponse:
+        """Of the models that the caller may use."""
+        return self._status(self._shown(caller)) if caller.admin else self.public_status(caller)
+
+    def public_status(self, caller: Caller) -> pb.StatusResponse:
+        """Without addresses and paths, which are for admins."""
+        status = self._status(self._shown(caller))
+        for worker in status.workers:
+            worker.member.address = ""
+            worker.fault = _FAULT if worker.fault or worker.load.fault else ""
+            worker.load.fault = ""
+        return status
+
+    def _status(self, models: Sequence[ServedModel]) -> pb.StatusResponse:
         waiting: Counter[int] = Counter()
         for model in models:
             waiting.update(model.serving.admission.priorities)
@@ -53,14 +65,18 @@ class RouterOverview:
             models=map(_model_status, models),
         )
 
-    def public_status(self) -> pb.StatusResponse:
-        """Without addresses and paths, which are for admins."""
-        status = self.status()
-        for worker in status.workers:
-            worker.member.address = ""
-            worker.fault = _FAULT if worker.fault or worker.load.fault else ""
-            worker.load.fault = ""
-        return status
+    def pools(self, pools: pb.PoolsResponse, caller: Caller) -> pb.PoolsResponse:
+        """What the controller says of the models that the caller may use."""
+        if caller.admin or not caller.key.models:
+            return pools
+        shown = {model.name for model in self._shown(caller)}
+        models = [each for each in pools.models if each.model in shown]
+        return pb.PoolsResponse(
+            prefill=sum(each.prefill for each in models),
+            decode=sum(each.decode for each in models),
+            workers=[each for each in pools.workers if each.model in shown],
+            models=models,
+        )
 
     def metrics_addresses(self) -> list[str]:
         """Of the workers that serve metrics."""
@@ -68,8 +84,8 @@ class RouterOverview:
         addresses = (link.welcome.metrics_address for link in links if link.welcome)
         return sorted(filter(None, addresses))
 
-    def diagnosis(self, name: str = "") -> pb.Diagnosis:
-        model = self._model(name)
+    def diagnosis(self, name: str, caller: Caller) -> pb.Diagnosis:
+        model = self.model(name, caller)
         found = diagnose(
             model.serving.trends.traffic(),
             _pool_load(list(model.membership.usable(Role.PREFILL))),
@@ -79,11 +95,24 @@ class RouterOverview:
         found.model = model.name
         return found
 
-    def _model(self, name: str) -> ServedModel:
-        """The model of a name; without one, the busiest."""
+    def _shown(self, caller: Caller) -> list[ServedModel]:
+        """Those that the caller may use, or an adapter of which; an admin sees all."""
+        may_use = caller.key.may_use
+        return [each for each in self.models if caller.admin or any(map(may_use, each.names))]
+
+    def model(self, name: str, caller: Caller) -> ServedModel:
+        """The model of a name; without one, the busiest. Raises for one that is not shown to the
+        caller."""
+        shown = self._shown(caller)
+        if found := [model for model in shown if model.name == name]:
+            return found[0]
+        if name:
+            caller.check_model(name)
         if name or not list(self.models):
-            return self.models.named(name)
-        return max(self.models, key=lambda model: model.serving.trends.traffic().answers)
+            return self.models.named(name, caller.key.may_use)
+        if not shown:
+            raise PermissionDenied("this API key may use none of the models here", field="model")
+        return max(shown, key=lambda model: model.serving.trends.traffic().answers)
 
     def timing(self, request_id: str, caller: Caller) -> timing_pb2.RequestTiming:
         """Of one of the caller's own requests; an admin sees all."""
@@ -100,7 +129,7 @@ class RouterOverview:
         ledgers = self.activity.ledgers.recent(limit or RECENT_REQUESTS)
         return [request_timing(ledger, phases=False) for ledger in ledgers]
 
-    def trends(self, name: str = "") -> pb.TrendsResponse:
+    def trends(self, name: str, caller: Caller) -> pb.TrendsResponse:
         points = [
             pb.TrendPoint(
                 answers=bucket.sums.answers,
@@ -109,7 +138,7 @@ class RouterOverview:
                 ttft=bucket.ttft.spread(),
                 itl=bucket.itl.spread(),
             )
-            for bucket in self._model(name).serving.trends.series()
+            for bucket in self.model(name, caller).serving.trends.series()
         ]
         return pb.TrendsResponse(seconds_each=BUCKET_SECONDS, points=points)
 

@@ -92,6 +92,17 @@ class ControllerClient:
     async def plan(self, request: pb.PlanRequest) -> pb.PlanResponse:
         return await self._call(lambda control: control.Plan, request)
 
+    async def models(self) -> list[pb.NamedModel] | None:
+        """Those to serve; None where no controller answers."""
+        if not self.address:
+            return None
+        try:
+            found = await self._call(lambda control: control.Models, pb.ModelsRequest())
+        except BatonError as error:  # it is away, or of a version that has one model
+            log.warning("the models are the configuration's: %s", error.message)
+            return None
+        return list(found.models)
+
     async def add_model(self, request: pb.NamedModel) -> pb.AddModelResponse:
         return await self._call(lambda control: control.AddModel, request)
 

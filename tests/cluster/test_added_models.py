@@ -4,6 +4,8 @@ one before it has ended."""
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from serving import MODEST, START_SECONDS, Serve
@@ -161,8 +164,9 @@ def test_what_cannot_be_added_or_removed_is_refused(client: Client, folder: Path
 
 
 def test_a_restarted_controller_and_router_know_the_models(
-    client: Client, serve: Serve, oracles: dict[str, PreTrainedModel]
+    client: Client, serve: Serve, folder: Path, oracles: dict[str, PreTrainedModel]
 ) -> None:
+    shutil.rmtree(folder / "two")  # of the command that started it, and removed since
     for title in ("Controller", "RouterActor"):
         os.kill(serve.actor(title), signal.SIGKILL)
     wait_until(lambda: names(client) == ["one", "three"])
@@ -170,6 +174,34 @@ def test_a_restarted_controller_and_router_know_the_models(
     for name in ("one", "three"):
         check_answer(client, name, oracles[name])
     assert [each.model for each in client.pools().models] == ["one", "three"]
+
+
+def test_models_are_added_and_removed_over_http(
+    client: Client, serve: Serve, folder: Path, oracles: dict[str, PreTrainedModel]
+) -> None:
+    found = re.search(r"curl (http://\S+)/v1/", serve.stdout)
+    assert found
+    with httpx.Client(base_url=found[1], timeout=60) as http:
+        body: dict[str, object] = {"model": "four", "path": str(folder / "three")}
+        body["config"] = {"page_size": 8}
+        assert http.post("/v1/models/load", json=body).json() == {"model": "four", "added": True}
+        wait_until(lambda: names(client) == ["one", "three", "four"])
+        wait_until(lambda: all(model.ready for model in client.status().models))
+        check_answer(client, "four", oracles["three"])
+        listed = http.get("/v1/models").json()["data"]
+        assert [each["id"] for each in listed] == ["one", "three", "four"]
+        for path, wrong, status in (
+            ("load", body, 400),
+            ("load", {"model": "five", "path": "/nowhere"}, 400),
+            ("load", {**body, "model": "five", "config": {"page_sise": 8}}, 400),
+            ("load", {"model": "five"}, 400),
+            ("unload", {"model": "two"}, 404),
+        ):
+            refused = http.post(f"/v1/models/{path}", json=wrong)
+            assert refused.status_code == status, refused.text
+        removed = http.post("/v1/models/unload", json={"model": "four"})
+        assert removed.json() == {"model": "four", "removed": True}
+        wait_until(lambda: names(client) == ["one", "three"])
 
 
 def test_the_last_model_stays(client: Client, serve: Serve) -> None:

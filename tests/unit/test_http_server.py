@@ -32,6 +32,7 @@ from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.http_app import HttpApp
 from baton.router.edges.http.http_server import HttpServer
+from baton.router.followed_models import FollowedModels
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
 from baton.router.requests.activity import Activity
@@ -96,7 +97,8 @@ async def served(
     models.add(ServedModel("tiny", cast(Serving, serving), membership))
     context = EdgeContext(models, serving.activity, KeyRing(keys), reader_buffer)
     overview = cast(RouterOverview, MagicMock())
-    app = HttpApp(context, overview, CollectorRegistry(), cors_origins=origins)
+    followed = cast(FollowedModels, MagicMock())
+    app = HttpApp(context, overview, CollectorRegistry(), followed, cors_origins=origins)
     server = HttpServer(app.app, context.end_calls, TlsConfig())
     address = server.start("127.0.0.1", 0)
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,10 @@ from front_door import front_door
 from waiting import until
 
 from baton import AsyncClient, PermissionDenied, UnknownModel
+from baton.core import config as configs
 from baton.core.api_keys import make_key, write_keys
-from baton.core.model_store import EMBEDDED_NAME
+from baton.core.model_store import EMBEDDED, EMBEDDED_NAME
+from baton.core.process import StopSignal
 from baton.core.types import Adapter
 from baton.router.server import RouterServer
 from baton.v1 import open_inference_pb2 as oip
@@ -190,3 +194,58 @@ async def test_a_batchs_lines_are_refused_one_by_one(door: Door) -> None:
         failed = json.loads((await sdk.files.content(batch.error_file_id)).text)
     assert (done["custom_id"], failed["custom_id"]) == ("sql", "other")
     assert failed["response"]["status_code"] == 403
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_models(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
+    """One has an adapter; neither has workers."""
+    made = {
+        "admin": make_key("admin", models=["one"], admin=True),
+        "all": make_key("all"),
+        "one": make_key("one", models=["one"]),
+        "sql": make_key("sql", models=["sql"]),
+        "none": make_key("none", models=["gone"]),
+    }
+    folder = tmp_path_factory.mktemp("keys")
+    write_keys(folder / "keys.yaml", [key for _, key in made.values()])
+    router = {"port": 0, "http_port": 0, "metrics_port": 0, "keys": str(folder / "keys.yaml")}
+    tree: dict[str, object] = {name: {"model": EMBEDDED} for name in ("one", "two")}
+    config = configs.parse({"models": tree, "router": router})
+    server, stopping = RouterServer(config), StopSignal()
+    await server.start()
+    server.models.named("two").serving.adapters.name("sql", Adapter(bytes(16), "/nowhere"))
+    serving = asyncio.ensure_future(server.serve_until(stopping))
+    yield Door(server, {name: secret for name, (secret, _) in made.items()})
+    stopping.request()
+    await serving
+
+
+async def test_a_key_sees_the_state_of_its_own_models(two_models: Door) -> None:
+    """An admin sees all; an adapter's key sees the model that it is of."""
+    everything = ["one", "two"]
+    seen = {"admin": everything, "all": everything, "one": ["one"], "sql": ["two"], "none": []}
+    for key, models in seen.items():
+        async with two_models.http(key) as http, two_models.client(key) as client:
+            shown = (await http.get("/v1/cluster")).json()
+            assert [each["name"] for each in shown["models"]] == models
+            status = await client.status()
+            assert [each.name for each in status.models] == models
+            assert shown["model"] == status.model == (models[0] if models else "")
+            for path in ("/v1/diagnosis", "/v1/trends"):
+                assert (await http.get(path)).status_code == (200 if models else 403)
+                for model in everything:
+                    allowed = (await http.get(path, params={"model": model})).status_code
+                    assert allowed == (200 if model in models else 403), (key, model)
+            unknown = await http.get("/v1/trends", params={"model": "other"})
+            assert unknown.status_code == (404 if key == "all" else 403), unknown.text
+            assert set(re.findall("'(one|two)'", unknown.text)) <= set(models)
+
+
+async def test_models_are_added_by_admins_alone(two_models: Door) -> None:
+    bodies = {"load": {"model": "three", "path": EMBEDDED}, "unload": {"model": "one"}}
+    for name, body in bodies.items():
+        for key, status in (("all", 403), ("admin", 400)):  # there is no controller
+            async with two_models.http(key) as http:
+                answer = await http.post(f"/v1/models/{name}", json=body)
+                assert answer.status_code == status, answer.text
+    assert two_models.server.models.names() == ["one", "two", "sql"]

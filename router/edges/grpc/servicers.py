@@ -203,8 +203,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     async def Status(
         self, message: cluster_pb2.StatusRequest, context: Context
     ) -> cluster_pb2.StatusResponse:
-        everything = caller_of(self._keys, context).admin
-        return self._overview.status() if everything else self._overview.public_status()
+        return self._overview.status(caller_of(self._keys, context))
 
     @unary
     async def Drain(self, message: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
@@ -218,11 +217,19 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         return await self._controller.scale(message)
 
     @unary
-    async def Pools(self, message: cluster_pb2.PoolsRequest) -> cluster_pb2.PoolsResponse:
-        return await self._controller.pools()
+    async def Pools(
+        self, message: cluster_pb2.PoolsRequest, context: Context
+    ) -> cluster_pb2.PoolsResponse:
+        caller = caller_of(self._keys, context)
+        return self._overview.pools(await self._controller.pools(), caller)
 
     @unary
-    async def Plan(self, message: cluster_pb2.PlanRequest) -> cluster_pb2.PlanResponse:
+    async def Plan(
+        self, message: cluster_pb2.PlanRequest, context: Context
+    ) -> cluster_pb2.PlanResponse:
+        caller = caller_of(self._keys, context)
+        if caller.key.models:
+            message.model = self._overview.model(message.model, caller).name
         return await self._controller.plan(message)
 
     @unary
@@ -242,12 +249,16 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         return cluster_pb2.RecentResponse(requests=self._overview.recent(message.limit))
 
     @unary
-    async def Diagnose(self, message: cluster_pb2.DiagnoseRequest) -> cluster_pb2.Diagnosis:
-        return self._overview.diagnosis(message.model)
+    async def Diagnose(
+        self, message: cluster_pb2.DiagnoseRequest, context: Context
+    ) -> cluster_pb2.Diagnosis:
+        return self._overview.diagnosis(message.model, caller_of(self._keys, context))
 
     @unary
-    async def Trends(self, message: cluster_pb2.TrendsRequest) -> cluster_pb2.TrendsResponse:
-        return self._overview.trends(message.model)
+    async def Trends(
+        self, message: cluster_pb2.TrendsRequest, context: Context
+    ) -> cluster_pb2.TrendsResponse:
+        return self._overview.trends(message.model, caller_of(self._keys, context))
 
     @unary
     async def ClearResponses(
@@ -288,15 +299,15 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
 
     @unary
     async def AddModel(self, message: cluster_pb2.NamedModel) -> cluster_pb2.AddModelResponse:
-        """Loads it here first: a model that cannot be served is refused at once."""
-        return await self._controller.add_model(await self._followed.check(message))
+        await self._followed.ask_to_add(message)
+        return cluster_pb2.AddModelResponse()
 
     @unary
     async def RemoveModel(
         self, message: cluster_pb2.RemoveModelRequest
     ) -> cluster_pb2.RemoveModelResponse:
-        self._models.named(message.name)
-        return await self._controller.remove_model(message)
+        await self._followed.ask_to_remove(message.name)
+        return cluster_pb2.RemoveModelResponse()
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):

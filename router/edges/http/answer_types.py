@@ -183,6 +183,16 @@ class ModelList(TypedDict):
     data: list[ModelObject]
 
 
+class AddedModel(TypedDict):
+    model: str
+    added: bool
+
+
+class RemovedModel(TypedDict):
+    model: str
+    removed: bool
+
+
 class LoadedAdapter(TypedDict):
     lora_name: str
     digest: str

@@ -52,9 +52,11 @@ from baton.router.edges.http.endpoint import (
 from baton.router.edges.http.http_errors import MESSAGES_PATH, error_response
 from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
 from baton.router.edges.http.messages.messages_request import CountTokensRequest
+from baton.router.edges.http.model_endpoints import LOAD_MODEL, UNLOAD_MODEL, model_routes
 from baton.router.edges.http.openapi import document
 from baton.router.edges.http.request_model import shown
 from baton.router.edges.http.responses.responses_endpoint import responses_routes
+from baton.router.followed_models import FollowedModels
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
 
@@ -62,7 +64,10 @@ OPEN_PATHS = ("/health", "/ready")
 """Need no API key, like the page, which asks for one where the router does."""
 
 TARGETS = "/metrics/targets"
-_ADMIN_PATHS = ("/v1/requests", TARGETS, LOAD_ADAPTER, UNLOAD_ADAPTER)
+_ADMIN_PATHS = (
+    *("/v1/requests", TARGETS),
+    *(LOAD_ADAPTER, UNLOAD_ADAPTER, LOAD_MODEL, UNLOAD_MODEL),
+)
 _PAGE_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -116,6 +121,7 @@ class HttpApp:
         context: EdgeContext,
         overview: RouterOverview,
         registry: CollectorRegistry,
+        followed: FollowedModels,
         *,
         open_metrics: bool = False,
         cors_origins: Collection[str] = (),
@@ -125,6 +131,7 @@ class HttpApp:
         self._batches = BatchEndpoints(batches)
         self._overview = overview
         self._registry = registry
+        self._followed = followed
         self._document = encode(document())
         routes = self._routes()
         self.batched = {each.path: each.app for each in routes if each.path in BATCH_ENDPOINTS}
@@ -162,10 +169,11 @@ class HttpApp:
             ),
             *responses_routes(self._context),
             *self._batches.routes(),
+            *model_routes(self._followed),
             Route("/v1/models", answered(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
             *adapter_routes(self._context),
-            Route("/v1/cluster", _plain(lambda: to_json(self._overview.public_status()))),
+            Route("/v1/cluster", answered(self._cluster)),
             Route("/v1/diagnosis", answered(self._diagnosis)),
             Route("/v1/trends", answered(self._trends)),
             Route("/v1/requests", answered(self._recent)),
@@ -210,13 +218,16 @@ class HttpApp:
         }
         return model if embeds or name == served.name else {**model, "parent": served.name}
 
+    async def _cluster(self, http: HttpRequest) -> Response:
+        return json_response(to_json(self._overview.public_status(http.user)))
+
     async def _diagnosis(self, http: HttpRequest) -> Response:
         model = http.query_params.get("model", "")
-        return json_response(to_json(self._overview.diagnosis(model)))
+        return json_response(to_json(self._overview.diagnosis(model, http.user)))
 
     async def _trends(self, http: HttpRequest) -> Response:
         model = http.query_params.get("model", "")
-        return json_response(to_json(self._overview.trends(model)))
+        return json_response(to_json(self._overview.trends(model, http.user)))
 
     async def _tokenizer_info(self, http: HttpRequest) -> Response:
         model = self._context.find(http.query_params.get("model", ""), http.user)

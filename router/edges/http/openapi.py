@@ -16,6 +16,7 @@ from baton.router.edges.http.adapter_endpoints import (
     UnloadAdapterRequest,
 )
 from baton.router.edges.http.answer_types import (
+    AddedModel,
     ChatAnswer,
     ChatChunk,
     CompletionAnswer,
@@ -26,6 +27,7 @@ from baton.router.edges.http.answer_types import (
     MessagesErrorBody,
     ModelList,
     RemovedAdapter,
+    RemovedModel,
     TargetGroup,
     TokenizeAnswer,
     TokenizerInfo,
@@ -55,6 +57,12 @@ from baton.router.edges.http.messages.messages_renderer import (
     MessageEvent,
 )
 from baton.router.edges.http.messages.messages_request import CountTokensRequest, MessagesRequest
+from baton.router.edges.http.model_endpoints import (
+    LOAD_MODEL,
+    UNLOAD_MODEL,
+    LoadModelRequest,
+    UnloadModelRequest,
+)
 from baton.router.edges.http.responses.responses_renderer import (
     DeletedResponse,
     ResponseAnswer,
@@ -84,14 +92,14 @@ _STATUSES = {
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest),
     *(ResponsesRequest, TokenizeRequest, DetokenizeRequest, BatchRequest, EmbeddingsRequest),
-    *(LoadAdapterRequest, UnloadAdapterRequest),
+    *(LoadAdapterRequest, UnloadAdapterRequest, LoadModelRequest, UnloadModelRequest),
 )
 _ANSWERS = (
     *(ChatAnswer, ChatChunk, CompletionAnswer, ModelList, TokenizeAnswer, DetokenizeAnswer),
     *(TokenizerInfo, TargetGroup, HealthStatus, Version, ErrorBody, MessagesErrorBody),
     *(MessageAnswer, MessageEvent, CountTokensAnswer, EmbeddingsAnswer),
     *(ResponseAnswer, ResponseEvent, DeletedResponse, FileList, DeletedFile, BatchList),
-    *(LoadedAdapter, RemovedAdapter),
+    *(LoadedAdapter, RemovedAdapter, AddedModel, RemovedModel),
 )
 # Rendered by core/proto_json.py.
 _MESSAGES = (
@@ -128,6 +136,8 @@ def _paths() -> Json:
         "/v1/embeddings": _post("EmbeddingsRequest", "EmbeddingsAnswer"),
         "/v1/models": _get("ModelList"),
         "/v1/models/{name}": _named(_get("ModelObject", "404"), "name"),
+        LOAD_MODEL: _post("LoadModelRequest", "AddedModel"),
+        UNLOAD_MODEL: _post("UnloadModelRequest", "RemovedModel"),
         LOAD_ADAPTER: _post("LoadAdapterRequest", "LoadedAdapter"),
         UNLOAD_ADAPTER: _post("UnloadAdapterRequest", "RemovedAdapter"),
         "/v1/cluster": _get("StatusResponse"),

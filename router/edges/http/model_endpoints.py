@@ -1,0 +1,51 @@
+"""Models are added and removed while the cluster runs, by admins: paths as llama.cpp's.
+
+`GET /v1/models` lists them, and `GET /v1/cluster` says which are ready.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from baton.router.edges.http.endpoint import answered, json_response, parse_body
+from baton.router.edges.http.generation_request import ShortText
+from baton.router.edges.http.request_model import RequestModel, about
+from baton.router.followed_models import FollowedModels
+from baton.v1 import cluster_pb2 as pb
+
+LOAD_MODEL, UNLOAD_MODEL = "/v1/models/load", "/v1/models/unload"
+
+
+class LoadModelRequest(RequestModel):
+    model: ShortText = about("What requests give as their model.", ...)
+    path: ShortText = about("A folder, a GGUF file, or a hub's model.", ...)
+    config: dict[str, Any] = about(
+        'Keys of its own, such as {"decode": {"workers": 2}}; others are shared.', {}
+    )
+
+
+class UnloadModelRequest(RequestModel):
+    model: ShortText = about("The model's name.", ...)
+
+
+def model_routes(followed: FollowedModels) -> list[Route]:
+    async def load(http: HttpRequest) -> Response:
+        body = await parse_body(http, LoadModelRequest.parse)
+        keys = json.dumps({**body.config, "model": body.path})
+        await followed.ask_to_add(pb.NamedModel(name=body.model, keys=keys))
+        return json_response({"model": body.model, "added": True})
+
+    async def unload(http: HttpRequest) -> Response:
+        body = await parse_body(http, UnloadModelRequest.parse)
+        await followed.ask_to_remove(body.model)
+        return json_response({"model": body.model, "removed": True})
+
+    return [
+        Route(LOAD_MODEL, answered(load), methods=["POST"]),
+        Route(UNLOAD_MODEL, answered(unload), methods=["POST"]),
+    ]
