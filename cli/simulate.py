@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from typer import Option
@@ -16,8 +17,9 @@ from baton.core.metrics import Spread
 
 if TYPE_CHECKING:
     from baton.planner.simulation_report import PoolUse, SimulationReport, TimedDecision
-    from baton.planner.sizing import Goals
-    from baton.planner.trace import TraceRequest
+    from baton.planner.simulator import Setup
+    from baton.planner.sizing import Goals, Pools
+    from baton.planner.trace import TraceRequest, Traffic
 
 
 def simulate(
@@ -38,24 +40,75 @@ def simulate(
     ),
     least_prefill: int = Option(1, min=1, help="Prefill workers that the planner keeps."),
     least_decode: int = Option(1, min=1, help="Decode workers that the planner keeps."),
+    model: list[str] = Option(
+        [],
+        metavar="NAME=P+D[,PROFILE]",
+        help="Of several models one, with its prefill and decode workers; the trace names models.",
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Simulate a cluster that serves a trace: hit rate, TTFT, ITL, goodput, use of the pools."""
-    from baton.planner.profile import H200_8B, load_profile
-    from baton.planner.simulator import Setup, Simulator
     from baton.planner.sizing import Goals, Pools
-    from baton.planner.trace import Traffic, arrivals
+    from baton.planner.trace import Traffic
 
-    workers = Pools(prefill, decode)
-    least = Pools(least_prefill, least_decode)
-    goals = Goals(ttft_slo, itl_slo, max_workers or 2 * workers.total, least=least)
+    goals = Goals(ttft_slo, itl_slo, max_workers or 0, least=Pools(least_prefill, least_decode))
+    fleets = dict(map(_parse_fleet, model)) or {"": ModelFleet(Pools(prefill, decode), profile)}
+    setups = {name: _setup(fleet, goals, plan=plan) for name, fleet in fleets.items()}
     traffic = Traffic(copies, 60.0 * minutes if minutes else None, _parse_loads(load))
-    setup = Setup(workers, load_profile(profile) if profile else H200_8B, goals, plan)
-    report = Simulator(setup).run(arrivals(_read_trace(trace), traffic))
-    if as_json:
-        print_json(dataclasses.asdict(report))
+    reports = _run(setups, _read_trace(trace), traffic)
+    if not as_json:
+        print_lines(_all_lines(reports, goals))
+    elif model:
+        print_json({"models": {name: dataclasses.asdict(each) for name, each in reports.items()}})
     else:
-        print_lines(_lines(report, goals))
+        print_json(dataclasses.asdict(reports[""]))
+
+
+class ModelFleet(NamedTuple):
+    """Of one model."""
+
+    workers: Pools
+    profile: Path | None
+
+
+def _parse_fleet(text: str) -> tuple[str, ModelFleet]:
+    from baton.planner.sizing import Pools
+
+    found = re.fullmatch(r"([^=]+)=([1-9]\d*)\+([1-9]\d*)(?:,(.+))?", text)
+    if found is None:
+        raise InvalidConfig(f"--model must be as in name=2+4 or name=2+4,profile.json; not {text}")
+    name, prefill, decode, profile = found.groups()
+    return name, ModelFleet(Pools(int(prefill), int(decode)), Path(profile) if profile else None)
+
+
+def _setup(fleet: ModelFleet, goals: Goals, *, plan: bool) -> Setup:
+    from baton.planner.profile import H200_8B, load_profile
+    from baton.planner.simulator import Setup
+
+    profile = load_profile(fleet.profile) if fleet.profile else H200_8B
+    most = goals.most_workers or 2 * fleet.workers.total
+    return Setup(fleet.workers, profile, dataclasses.replace(goals, most_workers=most), plan)
+
+
+def _run(
+    setups: dict[str, Setup], trace: list[TraceRequest], traffic: Traffic
+) -> dict[str, SimulationReport]:
+    """By model. They share no worker and no queue, so each is simulated by itself, with its own
+    requests of the same time."""
+    from baton.planner.simulator import Simulator
+    from baton.planner.trace import arrivals, by_model
+
+    named = by_model(trace)
+    if named.keys() != setups.keys():
+        raise InvalidConfig(
+            f"the trace has requests to {_describe(named)}, workers are given for"
+            f" {_describe(setups)} (--model)",
+            field="model",
+        )
+    return {
+        name: Simulator(setup).run(each for each in arrivals(trace, traffic) if each.model == name)
+        for name, setup in setups.items()
+    }
 
 
 def _read_trace(path: Path) -> list[TraceRequest]:
@@ -80,6 +133,17 @@ def _parse_loads(text: str) -> tuple[float, ...]:
     if not loads or min(loads) <= 0:
         raise InvalidConfig(f"--load must be numbers above 0, as in 1,2,0.5; not {text}")
     return loads
+
+
+def _describe(names: Iterable[str]) -> str:
+    return ", ".join(name or "no model by name" for name in sorted(names))
+
+
+def _all_lines(reports: dict[str, SimulationReport], goals: Goals) -> Iterator[str]:
+    for name, report in reports.items():
+        if name:
+            yield typer.style(name, bold=True)
+        yield from _lines(report, goals)
 
 
 def _lines(report: SimulationReport, goals: Goals) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 A trace is a file with one JSON object a line, like the Mooncake traces: timestamp (ms),
 input_length, output_length, and hash_ids of blocks of 512 tokens. Equal ids mean equal blocks
-after equal beginnings.
+after equal beginnings. Where a cluster has several models, `model` is a request's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class TraceRequest(NamedTuple):
     prompt_tokens: int
     answer_tokens: int
     blocks: tuple[int, ...]
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ def _parse(line: str) -> TraceRequest:
     length = int(fields["input_length"])
     if len(blocks) != -(-length // BLOCK):
         raise ValueError(f"{length} tokens are not {len(blocks)} blocks of {BLOCK}")
-    return TraceRequest(fields["timestamp"] / 1e3, length, int(fields["output_length"]), blocks)
+    answer, model = int(fields["output_length"]), str(fields.get("model") or "")
+    return TraceRequest(fields["timestamp"] / 1e3, length, answer, blocks, model)
 
 
 def common_blocks(trace: Sequence[TraceRequest]) -> int:
@@ -100,13 +102,25 @@ def _endless(
 ) -> Iterator[TraceRequest]:
     """The trace from `offset` on, repeated without end, each time with its own prompts: the common
     blocks stay, others are shifted."""
-    length, began, common = _length(trace), trace[0].seconds, common_blocks(trace)
+    length, began, common = _length(trace), trace[0].seconds, _common_by_model(trace)
     stride = 1 + max((block for request in trace for block in request.blocks), default=0)
     for turn, number in enumerate(numbers):
         for request in trace:
             at = turn * length - offset + request.seconds - began
             if at >= 0:
-                own = [block + stride * number for block in request.blocks[common:]]
-                blocks = (*request.blocks[:common], *own)
+                shared = common[request.model]
+                own = [block + stride * number for block in request.blocks[shared:]]
+                blocks = (*request.blocks[:shared], *own)
                 answer = max(1, request.answer_tokens)
-                yield TraceRequest(at, request.prompt_tokens, answer, blocks)
+                yield request._replace(seconds=at, answer_tokens=answer, blocks=blocks)
+
+
+def _common_by_model(trace: Sequence[TraceRequest]) -> dict[str, int]:
+    return {model: common_blocks(own) for model, own in by_model(trace).items()}
+
+
+def by_model(trace: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]]:
+    found: dict[str, list[TraceRequest]] = {}
+    for request in trace:
+        found.setdefault(request.model, []).append(request)
+    return found

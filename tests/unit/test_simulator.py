@@ -16,7 +16,7 @@ from baton.planner.profile import H200_8B, Profile, load_profile, weight
 from baton.planner.simulation_report import SimulationReport
 from baton.planner.simulator import Setup, Simulator
 from baton.planner.sizing import ONE_EACH, Goals, Pools
-from baton.planner.trace import BLOCK, TraceRequest, Traffic, arrivals
+from baton.planner.trace import BLOCK, TraceRequest, Traffic, arrivals, read_trace
 
 GOALS = Goals(ttft=4.0, itl=0.05, most_workers=60)
 # Nothing but a millisecond a token, ten a step, one a request in it.
@@ -287,6 +287,45 @@ def test_the_command_prints_the_report_and_the_plan(tmp_path: Path) -> None:
     assert math.isfinite(told["ttft"]["p99"])
 
 
+def test_models_of_one_trace_have_their_own_workers(tmp_path: Path) -> None:
+    """Each does what it does alone with the same arrivals."""
+    both = [
+        each._replace(model="b" if place % 3 else "a")
+        for place, each in enumerate(chat_trace(60.0, 4.0))
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(_line(each) for each in both))
+    fleets = {"a": Pools(1, 1), "b": Pools(2, 1)}
+    flags = [f"--model={name}={size.prefill}+{size.decode}" for name, size in fleets.items()]
+    found = CliRunner().invoke(app, ["simulate", str(path), *flags, "--json"])
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.output)["models"]
+    for name, workers in fleets.items():
+        own = [each for each in arrivals(read_trace(path), Traffic()) if each.model == name]
+        alone = Simulator(Setup(workers, H200_8B, Goals(4.0, 0.05, 2 * workers.total))).run(own)
+        assert told[name] == json.loads(json.dumps(dataclasses.asdict(alone)))
+    lines = CliRunner().invoke(app, ["simulate", str(path), *flags]).output.splitlines()
+    assert [line for line in lines if line in fleets] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ([], "the trace has requests to a, workers are given for no model by name"),
+        (["--model=a=1+1", "--model=b=1+1"], "workers are given for a, b"),
+        (["--model=a=0+1"], "must be as in name=2+4"),
+    ],
+)
+def test_the_command_refuses_models_that_do_not_fit_the_trace(
+    tmp_path: Path, flags: list[str], reason: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(_line(TraceRequest(0.0, 512, 2, (0,), "a")))
+    found = CliRunner().invoke(app, ["simulate", str(path), *flags])
+    assert found.exit_code == 1
+    assert reason in " ".join(found.output.split())
+
+
 def test_the_command_refuses_what_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("{}")
     found = CliRunner().invoke(app, ["simulate", str(tmp_path / "trace.jsonl")])
@@ -300,5 +339,6 @@ def _line(request: TraceRequest) -> str:
             "input_length": request.prompt_tokens,
             "output_length": request.answer_tokens,
             "hash_ids": request.blocks,
+            "model": request.model,
         }
     )
