@@ -14,10 +14,11 @@ const THEMES = ["", "light", "dark"];
 const state = document.getElementById("state");
 
 async function look() {
-  const [cluster, diagnosis, trends, requests] = await Promise.all([
-    get("v1/cluster"), get(`v1/diagnosis${modelQuery()}`), get(`v1/trends${modelQuery()}`), latest(),
+  const cluster = await get("v1/cluster");
+  showModels(cluster); // before others are asked of the chosen one, which may be gone
+  const [diagnosis, trends, requests] = await Promise.all([
+    get(`v1/diagnosis${modelQuery()}`), get(`v1/trends${modelQuery()}`), latest(),
   ]);
-  showModels(cluster);
   showCluster(cluster);
   showDiagnosis(diagnosis);
   showTrends(trends);
