@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from baton.core.errors import InvalidAdapter, InvalidConfig
+from baton.core.errors import AdapterMissing, InvalidAdapter, InvalidConfig
 from baton.core.model_store import read_json
 
 CONFIG_FILE = "adapter_config.json"
@@ -90,7 +90,7 @@ class AdapterConfig:
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Raises InvalidAdapter for what cannot be served, by name."""
     if not (folder / CONFIG_FILE).is_file():
-        raise InvalidAdapter(f"{folder} holds no adapter: it has no {CONFIG_FILE}")
+        raise AdapterMissing(f"{folder} holds no adapter: it has no {CONFIG_FILE}")
     try:
         stated = read_json(folder / CONFIG_FILE)
     except InvalidConfig as error:

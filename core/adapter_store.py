@@ -3,6 +3,9 @@
     /a/folder       a folder of PEFT, on all nodes
     org/name, …@rev a repository of a hub: a folder of the hub's own cache, which is downloaded
 
+A node that lacks a folder has a copy of its files in the user's cache, by digest: a worker has
+fetched it from another one.
+
 An adapter is what it holds. Its digest covers the weights and what changes their meaning, and
 nothing else: two names, folders or training histories of the same adapter have one digest, and a
 folder that was written anew has another.
@@ -11,23 +14,28 @@ folder that was written anew has another.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
+from string import hexdigits
 from typing import Any
 
 from baton.core import model_store
 from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from baton.core.config import Config
-from baton.core.errors import InvalidAdapter, ModelNotFound
+from baton.core.errors import AdapterMissing, InvalidAdapter, ModelNotFound
 from baton.core.model_store import HubName, hub_name
 from baton.core.types import Adapter
 
 HUB = "hub:"
 """Before what is allowed of a hub: "hub:org/*"."""
+
+KEPT_COPIES = 256
+"""Of fetched adapters, on a node."""
 
 _DIGEST_BYTES = 16
 _BLOCK_BYTES = 1 << 20
@@ -69,14 +77,57 @@ def locate_adapter(place: str) -> Path:
         folder = hub.download_files(name.id, name.revision, files)
     for file in files:
         if not (folder / file).is_file():
-            raise InvalidAdapter(f"{name.id} holds no adapter: it has no {file}")
+            raise AdapterMissing(f"{name.id} holds no adapter: it has no {file}")
     return folder
+
+
+def locate_files(adapter: Adapter) -> Path:
+    """The folder with its files on this machine: a fetched copy, or its place."""
+    copied = copy_folder(adapter.digest)
+    if not copied.is_dir():
+        return locate_adapter(adapter.folder)
+    with suppress(OSError):
+        copied.touch()  # it was used
+    return copied
+
+
+def copy_folder(digest: bytes) -> Path:
+    """Where a copy of an adapter's files is kept, once they are fetched."""
+    return model_store.cache_folder() / "adapters" / digest.hex()
+
+
+def keep_copy(adapter: Adapter, files: Path) -> None:
+    """Moves a folder with the adapter's files to its place; of many copies drops those that were
+    not used for longest. Raises AdapterMissing where they are not this adapter's."""
+    if digest_of(files) != adapter.digest:
+        raise AdapterMissing("the files are not those of the adapter: their digest is another one")
+    copied = copy_folder(adapter.digest)
+    try:
+        files.rename(copied)
+    except OSError:
+        if not copied.is_dir():  # else another worker of this node was first
+            raise
+    with suppress(OSError):  # another worker of this node does the same
+        copied.touch()
+        others = [each for each in copied.parent.iterdir() if _is_digest(each.name)]
+        others.remove(copied)
+        others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+        for old in others[KEPT_COPIES - 1 :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) == 2 * _DIGEST_BYTES and set(name) <= set(hexdigits)
 
 
 def find_adapter(place: str) -> Adapter:
     """The adapter in a folder or repository, by its digest. Reads all of it."""
     place = resolve_adapter(place)
-    folder = locate_adapter(place)
+    return Adapter(digest_of(locate_adapter(place)), place)
+
+
+def digest_of(folder: Path) -> bytes:
+    """Of the adapter in a folder. Reads all of it."""
     scales = asdict(read_adapter_config(folder).scales)
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"baton-adapter")
     digest.update(json.dumps(scales, sort_keys=True).encode() + b"\n")
@@ -86,8 +137,8 @@ def find_adapter(place: str) -> Adapter:
                 digest.update(block)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InvalidAdapter(f"cannot read {folder / WEIGHTS_FILE}: {reason}") from error
-    return Adapter(digest.digest(), place)
+        raise AdapterMissing(f"cannot read {folder / WEIGHTS_FILE}: {reason}") from error
+    return digest.digest()
 
 
 def check_place(place: str, allowed: Iterable[str]) -> None:
@@ -119,4 +170,4 @@ def _adapter_errors() -> Iterator[None]:
     try:
         yield
     except ModelNotFound as error:
-        raise InvalidAdapter(error.message) from error
+        raise AdapterMissing(error.message) from error

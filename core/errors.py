@@ -97,6 +97,9 @@ def describe_unknown(name: str, served: Iterable[str]) -> str:
 class InvalidAdapter(InvalidRequest): ...
 
 
+class AdapterMissing(InvalidAdapter): ...
+
+
 class UnknownRequest(InvalidRequest, grpc_code="NOT_FOUND", http_status=404): ...
 
 

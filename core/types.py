@@ -133,6 +133,7 @@ class Adapter(NamedTuple):
 
     digest: bytes
     folder: str
+    sources: tuple[str, ...] = ()  # addresses of workers that may have its files
 
 
 class Pooling(enum.Enum):

@@ -86,11 +86,11 @@ def _pooling_from(value: int) -> Pooling | None:
 
 
 def adapter_to(adapter: Adapter) -> pb.Adapter:
-    return pb.Adapter(digest=adapter.digest, folder=adapter.folder)
+    return pb.Adapter(digest=adapter.digest, folder=adapter.folder, sources=adapter.sources)
 
 
 def adapter_from(message: pb.Adapter) -> Adapter:
-    return Adapter(message.digest, message.folder)
+    return Adapter(message.digest, message.folder, tuple(message.sources))
 
 
 def _sampling_to(sampling: Sampling) -> pb.Sampling:

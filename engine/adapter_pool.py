@@ -1,7 +1,8 @@
 """The LoRA adapters that an engine has loaded: a bounded number, by digest.
 
     wanted ─▶ loading, in a thread ─▶ loaded ─ idle longest, and its place is needed ─▶ gone
-                      └─▶ failed: the requests that wait for it fail
+              │       ▲    └─▶ failed: the requests that wait for it fail
+              └─ fetched: its files are not on this node
 
 Places go to the sequences of a step in the plan's order, oldest first. So the first always
 advances, and a loaded adapter that a step uses is never dropped. Sequences that wait for theirs are
@@ -19,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from baton.core.adapter_store import check_place
-from baton.core.errors import BatonError, Internal
+from baton.core.errors import AdapterMissing, BatonError, Internal
 from baton.core.types import Adapter
 from baton.engine.step import Plan
 
@@ -49,13 +50,16 @@ class AdapterPool(Generic[Weights]):
         slots: int,
         allowed: Iterable[str],
         wake: Callable[[], object],
+        fetch: Callable[[Adapter], object] | None = None,
     ) -> None:
         """Loads at most `slots` adapters at once, from `allowed` places alone. `wake` is called on
-        another thread when a load has ended."""
+        another thread when a load has ended, and there `fetch`, which gets an adapter's files to
+        this node, or raises a BatonError."""
         self._holder = holder
         self._slots = slots
         self._allowed = tuple(allowed)
         self._wake = wake
+        self._fetch = fetch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._loading: set[bytes] = set()
         self._ended: SimpleQueue[tuple[Adapter, Weights | BatonError]] = SimpleQueue()
@@ -142,11 +146,20 @@ class AdapterPool(Generic[Weights]):
         self.loaded[adapter.digest] = None
         self.events["loaded"] += 1
 
+    def _load(self, adapter: Adapter) -> Weights:
+        try:
+            return self._holder.load_adapter(adapter)
+        except AdapterMissing:
+            if not self._fetch or not adapter.sources:
+                raise
+            self._fetch(adapter)
+            return self._holder.load_adapter(adapter)
+
     def _run(self, adapter: Adapter) -> None:
         outcome: Weights | BatonError
         began = time.monotonic()
         try:
-            outcome = self._holder.load_adapter(adapter)
+            outcome = self._load(adapter)
             seconds = time.monotonic() - began
             log.info(
                 "adapter %s loaded in %.3f s: %s", adapter.digest.hex(), seconds, adapter.folder

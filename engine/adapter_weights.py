@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.core.adapter_config import WEIGHTS_FILE, AdapterConfig, read_adapter_config
-from baton.core.adapter_store import find_adapter, locate_adapter
-from baton.core.errors import InvalidAdapter
+from baton.core.adapter_store import digest_of, locate_files
+from baton.core.errors import AdapterMissing, InvalidAdapter
 from baton.core.types import Adapter
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import FLOATS
@@ -28,7 +28,7 @@ from baton.engine.model import Layer, Model
 from baton.engine.rotations import interleave_pairs
 from baton.kernels.experts import MLP
 from baton.kernels.linear import AnyLinear
-from baton.kernels.low_rank import AdapterProducts, LowRank
+from baton.kernels.low_rank import AdapterProducts, LatentLowRank, LowRank
 
 _TENSOR = re.compile(
     r"(base_model\.model\.)?(?P<module>.*layers\.(?P<layer>\d+)\.(?P<name>.+))"
@@ -46,6 +46,8 @@ class ModulePlace(NamedTuple):
     parts: tuple[int, ...]  # its outputs, in parts that all ranks share evenly
     arrange: Callable[[Tensor], Tensor] | None = None  # of the outputs
     summed: bool = False  # ranks have other inputs, not other outputs
+    whole: bool = False  # ranks have the same
+    plain: int = 0  # outputs of a head that are of its key, where the layer is a latent's
 
     @property
     def outputs(self) -> int:
@@ -68,7 +70,8 @@ def load_adapter(
     with torch.inference_mode():
         for pair in read_pairs(adapter, model, split):
             pairs.setdefault(pair.place.layer, []).append(pair)
-        return {layer: _joined(layer, each, dtype) for layer, each in pairs.items()}
+        heads = model.architecture.heads
+        return {layer: _joined(layer, each, heads, dtype) for layer, each in pairs.items()}
 
 
 def read_pairs(adapter: Adapter, model: Model, split: Split) -> Iterator[LowRankPair]:
@@ -77,11 +80,11 @@ def read_pairs(adapter: Adapter, model: Model, split: Split) -> Iterator[LowRank
     Raises InvalidAdapter where it does not fit; at the end, where its folder holds something else
     by now.
     """
-    folder = locate_adapter(adapter.folder)
+    folder = locate_files(adapter)
     yield from _read(folder, read_adapter_config(folder), model, split)
     # After reading: whatever was written meanwhile has another digest.
-    if find_adapter(adapter.folder).digest != adapter.digest:
-        raise InvalidAdapter(
+    if digest_of(folder) != adapter.digest:
+        raise AdapterMissing(
             f"{adapter.folder} has changed since the adapter was added; add it again"
         )
 
@@ -94,6 +97,8 @@ def _read(folder: Path, config: AdapterConfig, model: Model, split: Split) -> It
             _check_complete(config, places, names)
             for key, sides in names.items():
                 yield _pair(places[key], config, split, *(file.get_tensor(n) for n in sides))
+    except FileNotFoundError as error:
+        raise AdapterMissing(f"{folder} holds no adapter: it has no {WEIGHTS_FILE}") from error
     except (OSError, SafetensorError) as error:
         raise InvalidAdapter(f"cannot read {folder / WEIGHTS_FILE}: {error}") from error
 
@@ -136,6 +141,7 @@ def _pair(
 ) -> LowRankPair:
     """This rank's part of the two."""
     rank, inputs = config.scales.rank(place.module), place.layer.weight.shape[1]
+    split = Split() if place.whole else split
     over = (1, split.size) if place.summed else (split.size, 1)
     wanted = {"A": (a, (rank, inputs * over[1])), "B": (b, (place.outputs * over[0], rank))}
     for side, (tensor, shape) in wanted.items():
@@ -156,7 +162,12 @@ def _pair(
     return LowRankPair(place, a, place.arrange(b) if place.arrange else b)
 
 
-def _joined(layer: AnyLinear, pairs: list[LowRankPair], dtype: torch.dtype) -> LowRank:
+def _joined(
+    layer: AnyLinear, pairs: list[LowRankPair], heads: int, dtype: torch.dtype
+) -> LowRank | LatentLowRank:
+    place, a, b = pairs[0]
+    if place.plain:
+        return LatentLowRank(a.to(dtype), b.to(dtype).view(heads, -1, len(a)), place.plain)
     a = torch.cat([pair.a.to(dtype) for pair in pairs])
     b = torch.zeros(layer.weight.shape[0], len(a), dtype=dtype)
     column = 0
@@ -171,7 +182,8 @@ def places_of(model: Model) -> Iterator[ModulePlace]:
     """Modules that adapters may add to. Those of one layer are in the order of its outputs."""
     for number, layer in enumerate(model.layers):
         prefix = f"model.layers.{number}."
-        yield from _attention(model.architecture, layer, prefix + "self_attn.", number)
+        attention = _latent if layer.latent else _attention
+        yield from attention(model.architecture, layer, prefix + "self_attn.", number)
         if isinstance(layer.mlp, MLP):
             yield from _mlp(model.architecture, layer.mlp, prefix + "mlp.", number)
 
@@ -201,6 +213,36 @@ def _attention(
     of_keys = partial(arrange, start=query)
     yield ModulePlace(prefix + "k_proj", number, layer.qkv, query, (key,), of_keys)
     yield ModulePlace(prefix + "v_proj", number, layer.qkv, query + key, (key,))
+
+
+def _latent(shape: Architecture, layer: Layer, prefix: str, number: int) -> Iterator[ModulePlace]:
+    products, sizes = layer.latent, shape.latent
+    assert products is not None
+    assert sizes is not None
+    head, latent = sizes.plain + sizes.rotated, sizes.rank + sizes.rotated
+    queries = shape.heads * head
+
+    def arrange(b: Tensor, size: int = head) -> Tensor:
+        """Of heads, or of a latent: what is rotated is at the end."""
+        if shape.neighbours:
+            return b
+        parts = b.view(-1, size, b.shape[1])
+        turned = parts[:, -sizes.rotated :]
+        joined = interleave_pairs(turned.flatten(0, 1), sizes.rotated, sizes.rotated)
+        return torch.cat((parts[:, : -sizes.rotated], joined.view_as(turned)), 1).flatten(0, 1)
+
+    size = sizes.query_rank or queries
+    if products.query:
+        yield ModulePlace(prefix + "q_a_proj", number, layer.qkv, 0, (size,), whole=True)
+        yield ModulePlace(prefix + "q_b_proj", number, products.query, 0, (queries,), arrange)
+    else:
+        yield ModulePlace(prefix + "q_proj", number, layer.qkv, 0, (queries,), arrange)
+    of_latent = partial(arrange, size=latent)
+    module = prefix + "kv_a_proj_with_mqa"
+    yield ModulePlace(module, number, layer.qkv, size, (latent,), of_latent, whole=True)
+    both = (len(products.both.weight),)
+    yield ModulePlace(prefix + "kv_b_proj", number, products.both, 0, both, plain=sizes.plain)
+    yield ModulePlace(prefix + "o_proj", number, layer.output, 0, (shape.hidden,), summed=True)
 
 
 def _mlp(shape: Architecture, mlp: MLP, prefix: str, number: int) -> Iterator[ModulePlace]:

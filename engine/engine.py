@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
-from baton.core.types import Work
+from baton.core.types import Adapter, Work
 from baton.engine.adapter_pool import AdapterPool
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
@@ -184,16 +184,20 @@ class Engine:
         )
 
     def open_adapters(
-        self, slots: int, allowed: Iterable[str], wake: Callable[[], object]
+        self,
+        slots: int,
+        allowed: Iterable[str],
+        wake: Callable[[], object],
+        fetch: Callable[[Adapter], object] | None = None,
     ) -> AnyAdapterPool:
         """Serves adapters from now on, as AdapterPool says; raises InvalidConfig where it cannot
         yet. On a GPU, its settings must have room for so many."""
-        check_adapters_of(self.architecture)
+        check_adapters_of(self.architecture, self.kv.device.type)
         if self.gpu_adapters:
-            self.adapters = AdapterPool(self.gpu_adapters, slots, allowed, wake)
+            self.adapters = AdapterPool(self.gpu_adapters, slots, allowed, wake, fetch)
         else:
             assert isinstance(self._runner, Runner)
-            self.adapters = AdapterPool(self._runner, slots, allowed, wake)
+            self.adapters = AdapterPool(self._runner, slots, allowed, wake, fetch)
         return self.adapters
 
     def load_encoder(self, folder: Path) -> None:
@@ -317,7 +321,7 @@ def _room_for_adapters(
     """Allocated before pages, which get what is left."""
     if not gpu.adapters or device == "cpu" or not isinstance(model, Model):
         return None
-    check_adapters_of(model.architecture)
+    check_adapters_of(model.architecture, device)
     from baton.engine.gpu.adapter_slots import AdapterSlots  # imports triton
 
     return AdapterSlots(model, gpu.adapters, group)

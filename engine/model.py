@@ -142,7 +142,7 @@ class Model:
         heads = self.architecture.heads
         qkv = layer.qkv(hidden, layer.attention_norm, batch.adapted)
         if layer.latent:
-            qkv = layer.latent.queries_and_latent(qkv)
+            qkv = layer.latent.queries_and_latent(qkv, batch.adapted)
         if layer.summed_norms:
             layer.summed_norms.normalize_(qkv)
         qkv = qkv.view(len(hidden), -1, self.architecture.head_dim)
@@ -166,6 +166,6 @@ class Model:
         self, layer: Layer, hidden: Tensor, attended: Tensor, adapted: AdaptedRows | None
     ) -> Tensor:
         if layer.latent:
-            attended = layer.latent.values(attended)
+            attended = layer.latent.values(attended, adapted)
         hidden = layer.output.add_to(hidden, attended, layer.attention_after, adapted)
         return layer.mlp.add_to(hidden, layer.mlp_norm, layer.mlp_after, adapted)

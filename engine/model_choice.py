@@ -115,13 +115,14 @@ def _obstacle(
     return "experts are not quantized on GPUs yet" if model.routing else None
 
 
-def check_adapters_of(model: AnyArchitecture) -> None:
-    """Raises InvalidConfig when the model's adapters cannot be served."""
+def check_adapters_of(model: AnyArchitecture, device: str) -> None:
+    """Raises InvalidConfig when the model's adapters cannot be served on such a device, or
+    `auto`."""
     reason = ""
     if not isinstance(model, Architecture):
         reason = "a model that runs through transformers"
-    elif model.latent:
-        reason = "a model with latent attention"
+    elif model.latent and device.startswith("cuda"):
+        reason = "a model with latent attention on a GPU"
     if reason:
         raise InvalidConfig(f"{reason} has no adapters yet", field="adapters")
 

@@ -294,7 +294,8 @@ class _Loader:
         both = both.view(heads, -1, latent.rank)
         absorb = HeadLinear(both[:, : latent.plain].transpose(1, 2).contiguous())
         expand = HeadLinear(both[:, latent.plain :].contiguous())
-        products = LatentHeads(query, norm, absorb, expand, latent.rotated)
+        shape = Linear(torch.empty_like(both.flatten(0, 1), device="meta"))
+        products = LatentHeads(query, norm, absorb, expand, shape, latent.rotated)
         key_norm = self._latent_norm(f"{prefix}kv_a_layernorm.weight", latent.rank)
         return Linear(weight), products, None, key_norm
 

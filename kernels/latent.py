@@ -10,10 +10,14 @@ the end (expand). Prompts and answers are computed alike, in the same order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from baton.kernels.linear import HeadLinear, Linear, RMSNorm
+
+if TYPE_CHECKING:
+    from baton.kernels.low_rank import AdaptedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class LatentHeads:
     query_norm: RMSNorm | None
     absorb: HeadLinear  # [heads, rank, plain]
     expand: HeadLinear  # [heads, value, rank]
+    both: Linear  # [heads * (plain + value), rank]: absorb and expand as one; of its shape alone
     rotated: int
 
     def pack(self) -> None:
@@ -32,21 +37,27 @@ class LatentHeads:
             if part:
                 part.pack()
 
-    def queries_and_latent(self, projected: Tensor) -> Tensor:
+    def queries_and_latent(self, projected: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         """projected [T, queries + rank + rotated] -> [T, heads + 1, rank + rotated], not yet
-        normed or rotated."""
+        normed or rotated, with what the rows' adapters add to queries."""
         heads, rank, plain = self.absorb.weight.shape
         size = rank + self.rotated
         queries, latents = projected[:, :-size], projected[:, -size:]
         if self.query:
-            queries = self.query(queries, self.query_norm)
+            queries = self.query(queries, self.query_norm, adapted)
         queries = queries.view(len(latents), heads, -1)
         out = latents.new_empty(len(latents), heads + 1, size)
         out[:, :heads, :rank] = self.absorb(queries[..., :plain])
+        if adapted:
+            adapted.absorb(self.both, queries[..., :plain], out[:, :heads, :rank])
         out[:, :heads, rank:] = queries[..., plain:]
         out[:, heads] = latents
         return out
 
-    def values(self, attended: Tensor) -> Tensor:
-        """attended [T, heads * rank] -> [T, heads * value]."""
-        return self.expand(attended.view(len(attended), *self.expand.weight.shape[::2])).flatten(1)
+    def values(self, attended: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
+        """attended [T, heads * rank] -> [T, heads * value], with what the rows' adapters add."""
+        attended = attended.view(len(attended), *self.expand.weight.shape[::2])
+        values = self.expand(attended)
+        if adapted:
+            adapted.expand(self.both, attended, values)
+        return values.flatten(1)

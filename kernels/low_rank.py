@@ -7,14 +7,14 @@ own product: rows without an adapter have zeros there, as they have without any 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.linear import AnyLinear, Linear, RMSNorm
+from baton.kernels.linear import AnyLinear, HeadLinear, Linear, RMSNorm
 
 RANKS = 4
 """A rank is filled up to a multiple of it, which compiled products need."""
@@ -27,9 +27,8 @@ class LowRank:
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
         """a [rank, in]; b [out, rank], with the adapter's scale."""
-        missing = -len(a) % RANKS
-        self._shrink = Linear(functional.pad(a, (0, 0, 0, missing)))
-        self._expand = Linear(functional.pad(b, (0, missing)))
+        a, b = _filled(a, b)
+        self._shrink, self._expand = Linear(a), Linear(b)
         self._shrink.pack()
         self._expand.pack()
 
@@ -38,12 +37,52 @@ class LowRank:
         return self._expand(self._shrink(x, norm))
 
 
-AdapterProducts = Mapping[AnyLinear, LowRank]
+class LatentLowRank:
+    """The same for the products between latents and heads (kernels/latent.py), where x is a head's:
+    x @ b.T @ a of queries and x @ a.T @ b.T of values."""
+
+    __slots__ = ("_a", "_keys", "_transposed", "_values")
+
+    def __init__(self, a: Tensor, b: Tensor, plain: int) -> None:
+        """a [rank, latent]; b [heads, plain + value, rank], with the adapter's scale."""
+        a, b = _filled(a, b)
+        self._keys = HeadLinear(b[:, :plain].transpose(1, 2).contiguous())
+        self._transposed = Linear(a.t().contiguous())
+        self._a = Linear(a)
+        self._values = HeadLinear(b[:, plain:].contiguous())
+        for part in (self._keys, self._transposed, self._a, self._values):
+            part.pack()
+
+    def absorbed(self, queries: Tensor) -> Tensor:
+        """queries [rows, heads, plain] -> [rows, heads, latent]."""
+        return _of_heads(self._transposed, self._keys(queries))
+
+    def expanded(self, attended: Tensor) -> Tensor:
+        """attended [rows, heads, latent] -> [rows, heads, value]."""
+        return self._values(_of_heads(self._a, attended))
+
+
+def _of_heads(linear: Linear, x: Tensor) -> Tensor:
+    """One product for all heads: x [rows, heads, in] -> [rows, heads, out]."""
+    return linear(x.flatten(0, 1)).view(*x.shape[:2], -1)
+
+
+def _filled(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """With zeros, to a rank that compiled products take: a [rank, in]; b [..., out, rank]."""
+    missing = -len(a) % RANKS
+    return functional.pad(a, (0, 0, 0, missing)), functional.pad(b, (0, missing))
+
+
+AdapterProducts = Mapping[AnyLinear, LowRank | LatentLowRank]
 """What one adapter adds, by the layers of the model that it adds to."""
 
 
+Product = TypeVar("Product", LowRank, LatentLowRank)
+Rows = Tensor | slice
+
+
 class _Group(NamedTuple):
-    rows: Tensor | slice
+    rows: Rows
     products: AdapterProducts
 
 
@@ -69,10 +108,25 @@ class AdaptedRows:
     def added(self, layer: AnyLinear, x: Tensor, norm: RMSNorm | None = None) -> Tensor | None:
         """x [rows, in], normalized if a norm is given -> [rows, out]; None where no row's adapter
         adds to this layer."""
-        groups = [group for group in self._groups if layer in group.products]
-        if not groups:
-            return None
-        total = x.new_zeros(len(x), layer.weight.shape[0])
-        for group in groups:
-            total[group.rows] = group.products[layer](x[group.rows], norm)
+        total = None
+        for rows, product in self._products(layer, LowRank):
+            if total is None:
+                total = x.new_zeros(len(x), layer.weight.shape[0])
+            total[rows] = product(x[rows], norm)
         return total
+
+    def absorb(self, layer: AnyLinear, queries: Tensor, absorbed: Tensor) -> None:
+        """Adds to `absorbed` [rows, heads, latent], made of queries [rows, heads, plain]."""
+        for rows, product in self._products(layer, LatentLowRank):
+            absorbed[rows] += product.absorbed(queries[rows])
+
+    def expand(self, layer: AnyLinear, attended: Tensor, values: Tensor) -> None:
+        """Adds to values [rows, heads, value], made of attended [rows, heads, latent]."""
+        for rows, product in self._products(layer, LatentLowRank):
+            values[rows] += product.expanded(attended[rows])
+
+    def _products(self, layer: AnyLinear, kind: type[Product]) -> Iterator[tuple[Rows, Product]]:
+        for group in self._groups:
+            product = group.products.get(layer)
+            if isinstance(product, kind):
+                yield group.rows, product

@@ -65,10 +65,18 @@ CHANNEL_OPTIONS = [
 def open_channel(address: str, identity: Identity | None) -> grpc.aio.Channel:
     if identity is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        identity.authority, identity.key, identity.certificate
-    )
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, _credentials(identity), options=CHANNEL_OPTIONS)
+
+
+def open_blocking_channel(address: str, identity: Identity | None) -> grpc.Channel:
+    """For threads without an event loop."""
+    if identity is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, _credentials(identity), options=CHANNEL_OPTIONS)
+
+
+def _credentials(identity: Identity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(identity.authority, identity.key, identity.certificate)
 
 
 def listen(server: grpc.aio.Server, address: str, identity: Identity | None) -> int:

@@ -10,8 +10,10 @@ All of it outlives a role switch; only the phase is replaced.
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +22,10 @@ from torch import Tensor
 from baton.core import model_store
 from baton.core.adapter_store import find_adapter
 from baton.core.config import CacheConfig, Config, settle
-from baton.core.errors import InvalidConfig, WorkerLost
+from baton.core.errors import AdapterMissing, InvalidConfig, WorkerLost
 from baton.core.page_keys import KEY_SIZES
 from baton.core.process import StartTimes
+from baton.core.tls import node_identity
 from baton.core.types import Role
 from baton.engine.draft_model import find_draft, load_draft
 from baton.engine.engine import Engine
@@ -39,6 +42,7 @@ from baton.kv_transfer.sharded_transport import ShardedTransport
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.kv_transfer.transport import PoolMemory
 from baton.v1.transfer_pb2 import PoolLayout
+from baton.worker.adapter_files import fetch_adapter
 from baton.worker.engine_thread import EngineInbox, Wake
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import CacheFeed, Outbox
@@ -46,6 +50,8 @@ from baton.worker.phase import AnyPhase, phase_factory
 from baton.worker.ranks import EXIT_SECONDS, Ranks, has_second_tier, rank_settings
 from baton.worker.resources import claim_threads, lower_priority
 from baton.worker.step_record import StepRecord
+
+log = logging.getLogger(__name__)
 
 _GIGABYTE = 10**9
 # For pages to be written to files.
@@ -225,10 +231,14 @@ class Backend:
     def _open_adapters(self, allowed: tuple[str, ...]) -> None:
         """Loads the first of the configured adapters, so that a bad one is found at once."""
         slots = self._config.adapter_slots
-        pool = self.engine.open_adapters(slots, allowed, lambda: self._inbox.put(Wake()))
+        fetch = partial(fetch_adapter, identity=node_identity(self._config))
+        pool = self.engine.open_adapters(slots, allowed, lambda: self._inbox.put(Wake()), fetch)
         for name, folder in list(self._config.adapters.items())[:slots]:
             self._progress(f"loading adapter {name}")
-            pool.load_now(find_adapter(folder))
+            try:
+                pool.load_now(find_adapter(folder))
+            except AdapterMissing as error:  # routers name workers that have it
+                log.warning("adapter %s is to be fetched when needed: %s", name, error.message)
         self._times.mark("adapters")
 
     def _gpu_settings(self, role: Role) -> GpuSettings:

@@ -39,6 +39,7 @@ from baton.core.wire import role_to
 from baton.rpc import listen
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from baton.worker.adapter_files import AdapterFilesService
 from baton.worker.backend import Backend, ReportProgress
 from baton.worker.engine_thread import (
     HAND_BACK_SECONDS,
@@ -278,6 +279,8 @@ class WorkerServer:
             on_switch=self.switch,
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
+        files = AdapterFilesService(self._config.allowed_adapters)
+        worker_pb2_grpc.add_AdapterFilesServicer_to_server(files, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:

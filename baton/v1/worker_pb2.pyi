@@ -907,25 +907,58 @@ class Adapter(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """Of its weights and config; see core/adapter_store.py. Part of page keys."""
     folder: _builtins.str
     """Where it is read from, if what is there still has this digest: a folder, or
     a hub's repository at a commit (org/name@commit).
     """
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of workers to ask for its files where the folder is not on the
+        worker's node, the likeliest first.
+        """
+
     def __init__(
         self,
         *,
         digest: _builtins.bytes = ...,
         folder: _builtins.str = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "folder", b"folder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "folder", b"folder", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class AdapterPart(_message.Message):
+    """A part of a file of an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """The file's name; a file's parts come one after another."""
+    content: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "file", b"file"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterPart: _TypeAlias = AdapterPart  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):

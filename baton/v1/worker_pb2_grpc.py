@@ -97,3 +97,80 @@ class Worker(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AdapterFilesStub(object):
+    """Of a worker, for other workers.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Read = channel.unary_stream(
+                '/baton.v1.AdapterFiles/Read',
+                request_serializer=baton_dot_v1_dot_worker__pb2.Adapter.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.AdapterPart.FromString,
+                _registered_method=True)
+
+
+class AdapterFilesServicer(object):
+    """Of a worker, for other workers.
+    """
+
+    def Read(self, request, context):
+        """The files of an adapter, for a node that lacks them. Whoever asks checks
+        their digest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdapterFilesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.Adapter.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.AdapterPart.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.AdapterFiles', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.AdapterFiles', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AdapterFiles(object):
+    """Of a worker, for other workers.
+    """
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.AdapterFiles/Read',
+            baton_dot_v1_dot_worker__pb2.Adapter.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.AdapterPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

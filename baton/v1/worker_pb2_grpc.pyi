@@ -62,3 +62,40 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class AdapterFilesStub:
+    """Of a worker, for other workers."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> AdapterFilesAsyncStub: ...
+    Read: _grpc.UnaryStreamMultiCallable[_worker_pb2.Adapter, _worker_pb2.AdapterPart]
+    """The files of an adapter, for a node that lacks them. Whoever asks checks
+    their digest.
+    """
+
+@_typing.type_check_only
+class AdapterFilesAsyncStub(AdapterFilesStub):
+    """Of a worker, for other workers."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Read: _aio.UnaryStreamMultiCallable[_worker_pb2.Adapter, _worker_pb2.AdapterPart]  # type: ignore[assignment]
+    """The files of an adapter, for a node that lacks them. Whoever asks checks
+    their digest.
+    """
+
+class AdapterFilesServicer(metaclass=_abc_1.ABCMeta):
+    """Of a worker, for other workers."""
+
+    @_abc_1.abstractmethod
+    def Read(
+        self,
+        request: _worker_pb2.Adapter,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.AdapterPart], _abc.AsyncIterator[_worker_pb2.AdapterPart]]:
+        """The files of an adapter, for a node that lacks them. Whoever asks checks
+        their digest.
+        """
+
+def add_AdapterFilesServicer_to_server(servicer: AdapterFilesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -194,6 +194,7 @@ class RunningAttempt:
         self._agents = [link.agent for link in assignment.links]
         workers = assignment.prefill, assignment.decode, assignment.holder
         agents = [link.agent if link else "" for link in workers]
+        work = dispatcher.membership.with_sources(work, assignment.links)
         self._attempt = Attempt(work, assignment.placement, *agents)
 
     @property

@@ -11,18 +11,21 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from baton.core.config import Config
 from baton.core.page_keys import PageNaming
 from baton.core.tasks import cancel_all
 from baton.core.tls import node_identity
-from baton.core.types import Role
+from baton.core.types import Role, Work
 from baton.router.requests.verdicts import Losses
 from baton.router.workers.link import WorkerLink
 from baton.v1.worker_pb2 import Verdict
 
 LEAVING_POLL_SECONDS = 0.1
 REMEMBERED_AGENTS = 1024
+MAX_SOURCES = 16
+"""Workers that a worker may ask for an adapter's files."""
 
 
 class Membership:
@@ -122,6 +125,17 @@ class Membership:
     def find(self, worker_id: str) -> WorkerLink | None:
         """The attached worker of that name."""
         return self.names.get(worker_id)
+
+    def with_sources(self, work: Work, links: Iterable[WorkerLink]) -> Work:
+        """The work for these workers. Where one has not loaded its adapter, it names workers that
+        may have the files, those that have loaded it first."""
+        adapter = work.adapter
+        if adapter is None or all(adapter.digest in link.load.adapters for link in links):
+            return work
+        attached = [link for link in self.links if link.welcome]
+        attached.sort(key=lambda link: adapter.digest not in link.load.adapters)
+        sources = tuple(link.address for link in attached[:MAX_SOURCES])
+        return replace(work, adapter=adapter._replace(sources=sources))
 
     @property
     def page_naming(self) -> PageNaming | None:

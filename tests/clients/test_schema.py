@@ -15,7 +15,7 @@ from bench import instant_worker
 
 # No schema can say which regular expressions, grammars and JSON Schemas are sound, which token ids
 # the model knows, what goes together, such as stream_options and stream, what is a time, and which
-# adapters there are.
+# adapters and models there are.
 EXCLUDED = {
     path: [positive_data_acceptance]
     for path in (
@@ -29,6 +29,7 @@ EXCLUDED = {
         "/tokenize",
         "/detokenize",
         "/v1/load_lora_adapter",
+        "/v1/models/load",
     )
 }
 # In a form, an empty list in place of a number is nothing.

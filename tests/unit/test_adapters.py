@@ -28,6 +28,7 @@ from baton.core.errors import BatonError, InvalidAdapter, InvalidConfig
 from baton.core.types import Adapter, AttemptKey, Sampling, Work
 from baton.engine.adapter_pool import AdapterPool
 from baton.engine.engine import Engine
+from baton.engine.model_choice import check_adapters_of
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
 from baton.kernels.cpu import compiler
@@ -97,8 +98,14 @@ def test_a_batch_of_several_adapters_answers_as_peft(name: str, tmp_path: Path) 
         save_adapter(base, tmp_path / str(seed), seed=seed, **each)
         for seed, each in enumerate(settings)
     ]
-    engine = load(tmp_path / "base")
-    found = [find_adapter(str(tmp_path / str(seed))) for seed in range(len(settings))]
+    check_as_peft(load(tmp_path / "base"), base, models, tmp_path)
+
+
+def check_as_peft(
+    engine: Engine, base: PreTrainedModel, models: list[PreTrainedModel], folder: Path
+) -> None:
+    """One batch of all, and of the base, whose adapters are in folders by their numbers."""
+    found = [find_adapter(str(folder / str(seed))) for seed in range(len(models))]
     load_now(open_pool(engine), *found)
     prompts = PROMPTS[: len(models) + 1]
     answers = serve(engine, prompts, COUNT, chunk=7, adapters=[*found, None])
@@ -113,11 +120,34 @@ def test_a_batch_of_several_adapters_answers_as_peft(name: str, tmp_path: Path) 
     assert answers[-1] == plain[-1]
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "phi3-partial", "olmo2"])
+LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+@pytest.mark.parametrize("name", [each for each in TINY_MODELS if each.startswith("deepseek")])
+def test_adapters_of_latent_attention_answer_as_peft(name: str, tmp_path: Path) -> None:
+    base = save(TINY_MODELS[name], tmp_path / "base")
+    queries = ["q_a_proj", "q_b_proj"] if base.config.q_lora_rank else ["q_proj"]
+    settings: list[dict[str, object]] = [
+        {"r": 6, "target_modules": [*queries, *LATENT], "use_rslora": True},
+        {"r": 3, "target_modules": ["kv_b_proj"]},
+        {"r": 5, "target_modules": [queries[-1], "kv_a_proj_with_mqa"]},
+    ]
+    models = [
+        save_adapter(base, tmp_path / str(seed), seed=seed, **each)
+        for seed, each in enumerate(settings)
+    ]
+    check_as_peft(load(tmp_path / "base"), base, models, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "phi3-partial", "olmo2", "deepseek-v2"])
 def test_two_ranks_share_adapters_too(name: str, tmp_path: Path) -> None:
     """With one place for two adapters: both ranks drop one for the other."""
     base = save(TINY_MODELS[name], tmp_path / "base")
-    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"] if "phi3" in name else ALL
+    special = {
+        "phi3-partial": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        "deepseek-v2": ["q_a_proj", "q_b_proj", *LATENT],
+    }
+    targets = special.get(name, ALL)
     models = [
         save_adapter(base, tmp_path / str(seed), seed=seed, target_modules=targets)
         for seed in range(2)
@@ -138,14 +168,25 @@ def test_two_ranks_share_adapters_too(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")]
+    ("name", "dtype", "quantization"),
+    [
+        ("llama-biases", "float32", "none"),
+        ("llama-biases", "bfloat16", "none"),
+        ("llama-biases", "float32", "int8"),
+        ("deepseek-v3", "float32", "none"),
+        ("deepseek-v3", "bfloat16", "none"),
+    ],
 )
 def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(
-    dtype: str, quantization: str, tmp_path: Path
+    name: str, dtype: str, quantization: str, tmp_path: Path
 ) -> None:
-    base = save(TINY_MODELS["llama-biases"], tmp_path / "base")
-    for seed, settings in enumerate(SETTINGS):
-        save_adapter(base, tmp_path / str(seed), seed=seed, **settings)
+    base = save(TINY_MODELS[name], tmp_path / "base")
+    latent: list[dict[str, object]] = [
+        {"r": rank, "target_modules": ["q_b_proj", *LATENT]} for rank in (2, 3, 8, 5, 6)
+    ]
+    settings = latent if name.startswith("deepseek") else SETTINGS
+    for seed, each in enumerate(settings):
+        save_adapter(base, tmp_path / str(seed), seed=seed, **each)
     found = [find_adapter(str(tmp_path / str(seed))) for seed in range(len(SETTINGS))]
     engine = load(tmp_path / "base", dtype=dtype, quantization=quantization)
     load_now(open_pool(engine), *found)
@@ -272,19 +313,14 @@ def test_an_adapter_of_another_shape_is_refused(engine: Engine, tmp_path: Path) 
         load_products(engine, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(
-    ("name", "engine", "reason"),
-    [
-        ("deepseek-v3", "auto", "latent attention"),
-        ("llama", "transformers", "through transformers"),
-    ],
-)
-def test_models_without_adapters_say_so(
-    name: str, engine: str, reason: str, tmp_path: Path
-) -> None:
-    save(TINY_MODELS[name], tmp_path / "base")
-    with pytest.raises(InvalidConfig, match=reason):
-        open_pool(load(tmp_path / "base", engine=engine))
+def test_models_without_adapters_say_so(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path / "base")
+    with pytest.raises(InvalidConfig, match="through transformers"):
+        open_pool(load(tmp_path / "base", engine="transformers"))
+    save(TINY_MODELS["deepseek-v3"], tmp_path / "latent")
+    engine = load(tmp_path / "latent")
+    with pytest.raises(InvalidConfig, match="latent attention on a GPU"):
+        check_adapters_of(engine.architecture, "cuda")
 
 
 class TestPool:

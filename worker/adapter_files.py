@@ -1,0 +1,110 @@
+"""The files of an adapter, from a worker whose node has them to one whose node lacks them.
+
+    a router names workers ─▶ asked one after another ─▶ all files, with the right digest ─▶ kept
+                                        └─ refused, lost or other files: the next one
+
+A worker sends what is in the adapter's own place or was fetched before, without loading it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+
+import grpc
+
+from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from baton.core.adapter_store import check_place, copy_folder, keep_copy, locate_files
+from baton.core.errors import AdapterMissing, BatonError
+from baton.core.tls import Identity
+from baton.core.types import Adapter
+from baton.core.wire import adapter_from, adapter_to
+from baton.rpc import Context, abort, open_blocking_channel
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
+PART_BYTES = 1 << 20
+FETCH_SECONDS = 300.0
+"""The longest that one worker may take to send all; a lost or frozen one is found sooner."""
+
+
+def fetch_adapter(adapter: Adapter, identity: Identity | None) -> None:
+    """Gets the adapter's files from one of its sources and keeps them. Blocks. Raises
+    AdapterMissing where none of them has them."""
+    problems = []
+    for source in adapter.sources:
+        try:
+            _fetch(adapter, source, identity)
+        except grpc.RpcError as error:
+            problems.append(_described(error))
+        except (BatonError, OSError) as error:
+            problems.append(str(error))
+        else:
+            log.info("adapter %s was fetched from %s", adapter.digest.hex(), source)
+            return
+        log.warning("adapter %s is not fetched from %s: %s", adapter.folder, source, problems[-1])
+    raise AdapterMissing(
+        f"{adapter.folder} is not on this node, and no other worker has sent it:"
+        f" {'; '.join(dict.fromkeys(problems))}"
+    )
+
+
+def _described(error: grpc.RpcError) -> str:
+    assert isinstance(error, grpc.Call)  # of a call, as all of these
+    return error.details() or error.code().name
+
+
+def _fetch(adapter: Adapter, source: str, identity: Identity | None) -> None:
+    folder = copy_folder(adapter.digest).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as temporary,
+        open_blocking_channel(source, identity) as channel,
+    ):
+        stub = worker_pb2_grpc.AdapterFilesStub(channel)
+        files = Path(temporary) / "files"
+        files.mkdir()
+        _write(files, stub.Read(adapter_to(adapter), timeout=FETCH_SECONDS))
+        keep_copy(adapter, files)
+
+
+def _write(folder: Path, parts: Iterator[pb.AdapterPart]) -> None:
+    for part in parts:
+        if part.file not in FILES:
+            raise AdapterMissing(f"{part.file!r} is no file of an adapter")
+        with (folder / part.file).open("ab") as file:
+            file.write(part.content)
+
+
+class AdapterFilesService(worker_pb2_grpc.AdapterFilesServicer):
+    """Sends files of adapters in places that the configuration allows."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self._allowed = tuple(allowed)
+
+    async def Read(self, request: pb.Adapter, context: Context) -> AsyncIterator[pb.AdapterPart]:
+        adapter = adapter_from(request)
+        try:
+            check_place(adapter.folder, self._allowed)
+            async for part in _read(adapter):
+                yield part
+        except BatonError as error:
+            await abort(context, error)
+
+
+async def _read(adapter: Adapter) -> AsyncIterator[pb.AdapterPart]:
+    folder = await asyncio.to_thread(locate_files, adapter)
+    for name in FILES:
+        try:
+            file = (folder / name).open("rb")
+        except OSError as error:
+            raise AdapterMissing(f"{name} is not here: {error.strerror}") from error
+        with file:
+            while content := await asyncio.to_thread(file.read, PART_BYTES):
+                yield pb.AdapterPart(file=name, content=content)
