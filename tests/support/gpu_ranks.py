@@ -7,14 +7,18 @@ import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 
 import torch
+from forks import fork
 from interpreted_kernels import speed_up
 from torch import Tensor
 
 from baton.engine.architecture import Split, read_architecture
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.engine import Engine, stored_dtype
+from baton.engine.gpu import graphs
+from baton.engine.gpu import runner as gpu_runners
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.device import AdapterRoom, GpuSettings
 from baton.engine.gpu.runner import GpuRunner
@@ -23,8 +27,16 @@ from baton.engine.model_choice import KvDtype, read_model, stored_shape
 from baton.engine.page_groups import make_pool
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import load_model
+from baton.kernels.gpu import rotary
 
 END_SECONDS = 10.0
+FEW_PROGRAMS: tuple[tuple[ModuleType, str, object], ...] = (
+    (rotary, "FEW_TOKENS", 0),
+    (gpu_runners, "SPARE_BLOCKS", 4),
+    (graphs, "PROMPT_ROWS", (8, *graphs.PROMPT_ROWS)),
+)
+"""The interpreter pays by program: all heads of a token are one, as in larger steps, and recorded
+steps have less room to spare. test_gpu_rotary.py runs both forms."""
 
 
 def gpu_runner(
@@ -95,8 +107,7 @@ def two_ranks(
     """Rank 0 of two; rank 1 follows it in its own process."""
     here, there = multiprocessing.Pipe()
     arguments = (folder, device, pages, page_size, workspace / "meeting", there, room)
-    process = multiprocessing.get_context("spawn").Process(target=_follow, args=arguments)
-    process.start()
+    process = fork(_follow, arguments)
     there.close()
     group = Group(Split(0, 2), workspace / "meeting", [here])
     try:
@@ -119,6 +130,8 @@ def _follow(
     torch.set_num_threads(1)
     if device == "cpu":
         speed_up()
+        for module, name, value in FEW_PROGRAMS:
+            setattr(module, name, value)
     runner = gpu_runner(folder, device, pages, page_size, Group(Split(1, 2), meeting), room)
     with contextlib.suppress(EOFError):
         while True:

@@ -1,4 +1,5 @@
-"""A scripted router with clients and terminals; a Redis; a clock; the rendered overlays."""
+"""A scripted router with clients and terminals; a Redis; a clock; the rendered overlays; quicker
+interpreted kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from clocks import Clock
 from command_line import Terminal
 from kustomize import OVERLAYS, Manifest, render
@@ -65,3 +67,13 @@ def clock() -> Clock:
 @pytest.fixture(params=sorted(path.name for path in OVERLAYS.iterdir()))
 def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
     return render(OVERLAYS / request.param)
+
+
+@pytest.fixture
+def few_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels are interpreted."""
+    from gpu_ranks import FEW_PROGRAMS
+
+    if device.type == "cpu":
+        for module, name, value in FEW_PROGRAMS:
+            monkeypatch.setattr(module, name, value)

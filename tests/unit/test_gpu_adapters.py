@@ -14,23 +14,17 @@ from tiny_models import TINY_MODELS, choices_of_transformers, save
 from baton.core.adapter_store import find_adapter
 from baton.core.errors import InvalidAdapter
 from baton.engine.gpu.device import AdapterRoom
-from baton.kernels.gpu import rotary
 
-PAGES, PAGE_SIZE, COUNT = 64, 4, 3
-PROMPTS = [[7, 3, 90, 41, 8, 8, 2], [5, 100, 61], [9, 12, 4, 4, 77, 30, 1, 2, 3], [44]]
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+PAGES, PAGE_SIZE, COUNT = 64, 4, 2
+PROMPTS = [[7, 3, 90, 41, 8], [5, 100, 61], [9, 12, 4, 4, 77, 30], [44]]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 SETTINGS: list[dict[str, object]] = [
     {"r": 6, "target_modules": ATTENTION, "use_rslora": True},
     {"r": 20, "lora_alpha": 3, "target_modules": ALL},
     {"r": 5, "target_modules": ["k_proj", "gate_proj", "down_proj"], "layers_to_transform": [1]},
 ]
-
-
-@pytest.fixture(autouse=True)
-def few_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in test_gpu_runner.py."""
-    if device.type == "cpu":
-        monkeypatch.setattr(rotary, "FEW_TOKENS", 0)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "phi3-partial", "mixtral"])

@@ -141,6 +141,7 @@ def test_attention_over_codes_is_that_over_what_they_stand_for(
     assert torch.equal(again, wanted)
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
 def test_a_gpu_with_int8_pages_answers_as_a_cpu_does(
     device: torch.device, tmp_path: Path, name: str

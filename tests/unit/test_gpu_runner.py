@@ -25,19 +25,12 @@ from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
 from baton.engine.step import FinishedStep, InFlightStep
 from baton.engine.weights import load_model
-from baton.kernels.gpu import rotary
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 PAGES, PAGE_SIZE = 64, 4
 Windows = tuple[Window, ...]
 CONFIGS = Path(__file__).parents[2] / "bench" / "configs"
-
-
-@pytest.fixture(autouse=True)
-def few_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter pays by program: all heads of a token in one, as in larger steps. Both forms
-    are run by test_gpu_rotary.py."""
-    if device.type == "cpu":
-        monkeypatch.setattr(rotary, "FEW_TOKENS", 0)
 
 
 def runner_for(folder: Path, device: torch.device | None, pages: int = PAGES) -> AnyRunner:

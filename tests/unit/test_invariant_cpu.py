@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 SCORING = Scoring(0.125, 4.0)
 MOST_ROWS = 256
 """Of a step."""
+PROMPT = 50
+"""Tokens of a whole model's prompt: several pages, and more than any window."""
 
 
 @pytest.fixture(params=[AVX2, AVX512], ids=["avx2", "avx512"])
@@ -329,26 +332,12 @@ def test_tile_registers_are_as_emulated(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(context.whole(None), found)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama-biases",
-        "llama-tied-mqa",
-        "mistral-window",
-        "qwen3",
-        "granite",
-        "olmo2",
-        "phi3-long",
-        "gemma2",
-        "gemma3",
-        "qwen2-moe",
-        "qwen3-moe",
-        "dots1",
-        "gpt-oss",
-        "deepseek-v2-lite",
-        "deepseek-v3",
-    ],
-)
+MODELS = ["llama-biases", "llama-tied-mqa", "mistral-window", "qwen3", "granite", "olmo2"]
+MODELS += ["phi3-long", "gemma2", "gemma3", "qwen2-moe", "qwen3-moe", "dots1", "gpt-oss"]
+MODELS += ["deepseek-v2-lite", "deepseek-v3"]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert_steps_are_as_alone(name, dtype, tmp_path)
 
@@ -364,16 +353,21 @@ def assert_steps_are_as_alone(
     save(TINY_MODELS[name], folder)
     model = load_model(Checkpoint(folder), read_architecture(folder), dtype, "cpu")
     steps = Steps(model, 16, dtype, kv_dtype)
-    (wanted,) = steps.logits(steps.chunk(1, 0, 90))
+    (wanted,) = steps.logits(steps.chunk(1, 0, PROMPT))
     for page_size, size in ((16, 1), (4, 7), (8, 33), (16, 64)):
         steps = Steps(model, page_size, dtype, kv_dtype)
-        for start in range(0, 90, size):
+        for start, end in pairwise([*cuts(size), PROMPT]):
             torch.set_num_threads(1 + start % 3)
-            mine = steps.chunk(1, start, min(90, start + size))
+            mine = steps.chunk(1, start, end)
             others = [steps.chunk(2 + each, 0, 1) for each in range(start % 5)]
             plan = [*others, mine, steps.chunk(0, 0, 2 + start % 50)]
             found = steps.logits(*plan)[len(others)]
             assert torch.equal(found, wanted[mine.start : mine.end]), (page_size, size, start)
+
+
+def cuts(size: int) -> list[int]:
+    """Where a prompt's chunks begin; single tokens follow a long one."""
+    return [0, *range(PROMPT - 20, PROMPT)] if size == 1 else list(range(0, PROMPT, size))
 
 
 RECORDED = ["llama-tied-mqa", "mistral-window", "gemma3", "phi3-long", "granite"]
@@ -388,10 +382,10 @@ def test_steps_that_only_decode_are_recorded_with_the_same_bits(
     save(TINY_MODELS[name], tmp_path)
     model = load_model(Checkpoint(tmp_path), read_architecture(tmp_path), dtype, "cpu")
     steps = Steps(model, 4, dtype)
-    wanted = [steps.logits(steps.chunk(each, 0, 90))[0] for each in range(3)]
+    wanted = [steps.logits(steps.chunk(each, 0, PROMPT))[0] for each in range(3)]
     torch.set_num_threads(2)
     steps = Steps(model, 4, dtype)
-    for at in range(90):
+    for at in range(PROMPT):
         rows = [steps.chunk(each, at, at + 1) for each in range(1 + at // 5 % 3)]
         for each in range(len(rows), 3):
             steps.logits(steps.chunk(each, at, at + 1))
