@@ -10,7 +10,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-fleet test-page test-clients soak lint audit lock sbom bench proto setup clean
+.PHONY: help serve test test-faults test-fleet test-page test-clients test-together soak lint audit lock sbom bench proto setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | \
@@ -37,8 +37,15 @@ test-fleet: setup ## run several clusters, routers, Ray nodes and versions at on
 
 # Draws families, weights, sizes, ranks, tiers and faults together: SEEDS=0:1000
 SEEDS ?= 0:200
-soak: setup ## run many seeds of capabilities together, in whole clusters
+test-together: setup ## run many seeds of capabilities together, in whole clusters
 	@BATON_TOGETHER_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/cluster/test_together.py
+
+# Rounds of ten minutes, each with a cluster and faults by its seed: SECONDS=600 SEED=7. The report
+# goes to build/soak.json.
+SECONDS ?= 3600
+SEED ?= 1
+soak: setup ## an hour of mixed requests while processes are killed, frozen, slowed and cut off
+	@PYTHONPATH=tests/support $(BIN)/python -m tests.soak.run --seconds $(SECONDS) --seed $(SEED)
 
 # Installs playwright. Screenshots go to build/pictures.
 test-page: setup ## open the page in a real browser (apt-get install chromium)

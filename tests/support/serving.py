@@ -74,11 +74,8 @@ class Command:
         return self._popen.wait(STOP_SECONDS)
 
     def processes(self) -> dict[int, str]:
-        """Every live process of the session, by its title.
-
-        Ray moves its processes to other groups and other parents, but not to other sessions.
-        """
-        return {pid: _command_line(pid) for pid in _pids() if _session(pid) == self.pid}
+        """Every live process of the session, by its title."""
+        return processes_of(self.pid)
 
     def wait_gone(self, seconds: float = GONE_SECONDS) -> None:
         """Returns when no process of the session is left."""
@@ -215,6 +212,19 @@ def run(workspace: Path, *flags: str) -> Command:
         return command
     finally:
         command.wait_gone()
+
+
+def processes_of(session: int) -> dict[int, str]:
+    """Every live process of a session, by its title.
+
+    Ray moves its processes to other groups and other parents, but not to other sessions.
+    """
+    return {pid: _command_line(pid) for pid in _pids() if _session(pid) == session}
+
+
+def pids_of(session: int, title: str) -> list[int]:
+    """The processes of a session whose titles begin so."""
+    return [pid for pid, line in processes_of(session).items() if line.startswith(title)]
 
 
 def _pids() -> list[int]:
