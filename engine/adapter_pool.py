@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from baton.core.adapter_store import check_place
-from baton.core.errors import AdapterMissing, BatonError, Internal
+from baton.core.errors import AdapterMissing, BatonError, Internal, Unavailable
 from baton.core.types import Adapter
 from baton.engine.step import Plan
 
@@ -149,7 +149,7 @@ class AdapterPool(Generic[Weights]):
     def _load(self, adapter: Adapter) -> Weights:
         try:
             return self._holder.load_adapter(adapter)
-        except AdapterMissing:
+        except (AdapterMissing, Unavailable):  # a folder, or the hub
             if not self._fetch or not adapter.sources:
                 raise
             self._fetch(adapter)

@@ -24,7 +24,13 @@ from transformers import PreTrainedModel
 
 from baton.core.adapter_config import read_adapter_config
 from baton.core.adapter_store import find_adapter
-from baton.core.errors import BatonError, InvalidAdapter, InvalidConfig
+from baton.core.errors import (
+    AdapterMissing,
+    BatonError,
+    InvalidAdapter,
+    InvalidConfig,
+    Unavailable,
+)
 from baton.core.types import Adapter, AttemptKey, Sampling, Work
 from baton.engine.adapter_pool import AdapterPool
 from baton.engine.engine import Engine
@@ -329,12 +335,16 @@ class TestPool:
     @pytest.fixture(autouse=True)
     def _pool(self, tmp_path: Path) -> None:
         self.loads: list[bytes] = []
+        self.fetched: list[Adapter] = []
+        self.missing: BatonError | None = None
         self.held: set[bytes] = set()
         self.pool = AdapterPool(self, 2, [str(tmp_path)], lambda: None)
         self.adapters = [Adapter(bytes([each]), str(tmp_path / "a")) for each in range(4)]
 
     def load_adapter(self, adapter: Adapter) -> None:
         self.loads.append(adapter.digest)
+        if self.missing:
+            raise self.missing
         if adapter.digest == b"\x03":
             raise InvalidAdapter("bad")
 
@@ -379,6 +389,24 @@ class TestPool:
         for each in (0, 1):
             self.pool.request(self.adapters[each], ())
         assert self.pool.events == {"requested": 2, "hit": 1, "loaded": 3, "evicted": 2}
+
+    @pytest.mark.parametrize("missing", [AdapterMissing("no folder"), Unavailable("no hub")])
+    def test_files_that_are_not_here_are_fetched_once(
+        self, missing: BatonError, tmp_path: Path
+    ) -> None:
+        self.missing = missing
+        self.pool = AdapterPool(self, 2, [str(tmp_path)], lambda: None, self._fetch)
+        named = self.adapters[0]._replace(sources=("peer",))
+        self.pool.want(named, ())
+        assert self._settle() == {}
+        assert (self.fetched, self.held) == ([named], {b"\x00"})
+        self.missing = missing
+        self.pool.want(self.adapters[1], ())  # without sources
+        assert self._settle() == {b"\x01": missing}
+
+    def _fetch(self, adapter: Adapter) -> None:
+        self.fetched.append(adapter)
+        self.missing = None
 
     def test_adapters_in_use_stay(self) -> None:
         for each in (0, 1):

@@ -79,10 +79,10 @@ def test_what_is_wrong_is_told_in_one_line(hub: TinyHub, tmp_path: Path) -> None
     hub.push("org/dora", {**FILES, "adapter_config.json": CONFIG[:-1] + b', "use_dora": true}'})
     hub.repositories["org/gated"].gated = True
     expected = {
-        "org/none": "InvalidAdapter: there is no folder 'org/none' here and no such model at",
-        "org/model@v9": "InvalidAdapter: org/model has no revision 'v9'",
-        "org/model": "InvalidAdapter: org/model holds no adapter: it has no adapter_config.json",
-        "org/pickled": "InvalidAdapter: org/pickled holds no adapter: it has no adapter_model.safe",
+        "org/none": "AdapterMissing: there is no folder 'org/none' here and no such model at",
+        "org/model@v9": "AdapterMissing: org/model has no revision 'v9'",
+        "org/model": "AdapterMissing: org/model holds no adapter: it has no adapter_config.json",
+        "org/pickled": "AdapterMissing: org/pickled holds no adapter: it has no adapter_model.safe",
         "org/gated": "PermissionDenied: org/gated is gated: accept its terms",
         "org/dora": "InvalidAdapter: adapter_config.json: use_dora is not supported",
         "org/model:a.gguf": "InvalidAdapter: org/model:a.gguf: an adapter is a repository, not a",
