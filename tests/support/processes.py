@@ -106,7 +106,7 @@ class ProcessCluster:
         module: str = "",
     ) -> None:
         self._module = module
-        self._workspace = workspace
+        self.folder = workspace
         # In float32 a token does not depend on its batch, on any device.
         self._models = model if isinstance(model, dict) else {}
         served = {"models": self._models} if self._models else {"model": str(model)}
@@ -123,7 +123,7 @@ class ProcessCluster:
         self.workers: dict[str, Process] = {}
 
     def __enter__(self) -> ProcessCluster:
-        self._workspace.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
             for place, model in enumerate(self._models or [""]):
                 for role, count in self._counts.items():
@@ -159,7 +159,7 @@ class ProcessCluster:
         ports = ["--port", str(port), "--metrics-port", "0"]
         if model := self._model_of.get(name):
             ports += ["--model", model]
-        worker = Process(self._workspace, name, [*arguments, *ports], self._how(role, name))
+        worker = Process(self.folder, name, [*arguments, *ports], self._how(role, name))
         self.workers[name] = worker
         return worker
 
@@ -219,7 +219,7 @@ class ProcessCluster:
             },
         )
         arguments = ["baton.router", "--config", config, "--controller", self._controller]
-        self.router = Process(self._workspace, "router", arguments, self._before.get("router"))
+        self.router = Process(self.folder, "router", arguments, self._before.get("router"))
         self.address = self.router.wait_for(r"gRPC on (\S+),")
         self.http = self.router.wait_for(r"HTTP on (\S+),")
         self.metrics = self.router.wait_for(r"metrics on (\S+)")
@@ -249,7 +249,7 @@ class ProcessCluster:
         return section
 
     def _write_config(self, name: str, changes: dict[str, object]) -> str:
-        path = self._workspace / f"{name}.yaml"
+        path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump({**self._tree, **changes}))
         return str(path)
 

@@ -90,6 +90,13 @@ def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
         assert rule["annotations"]["description"]
 
 
+def test_the_manual_names_the_fault_of_every_alert() -> None:
+    manual = (ALERTS.parents[2] / "docs" / "OPERATIONS.md").read_text()
+    rows = [line.split("|")[1] for line in manual.splitlines() if line.startswith("| `Baton")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert named == [rule["alert"] for rule in RULES]
+
+
 def test_alerts_fire_when_they_should() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
