@@ -244,7 +244,7 @@ def decode_workers(served: Served, model: str) -> set[str]:
 def test_answers_continue_after_a_lost_worker(tmp_path: Path) -> None:
     """Prefill has two ranks; pages are in files, too."""
     cache = {"files": str(tmp_path / "files")}
-    prefill = {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 2, "tensor_parallel": 2}
+    prefill = {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1, "tensor_parallel": 2}
     served = Served(tmp_path, decode=2, cache=cache, prefill=prefill, speculation="off")
     asked = [(name, prompt(80 + place, 24)) for place, name in enumerate(served.models)]
     with served.cluster as cluster:

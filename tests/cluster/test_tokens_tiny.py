@@ -59,7 +59,7 @@ def test_tokens_of_a_quantized_checkpoint_equal_transformers(
     """With the numbers that its codes stand for; prefill has two ranks, decode one."""
     oracle = save_quantized(quantized, tmp_path / "model", TINY_MODELS[name])
     tree: dict[str, object] = {
-        "prefill": {"kv_memory": "4MiB", "threads": 2, "tensor_parallel": 2},
+        "prefill": {"kv_memory": "4MiB", "threads": 1, "tensor_parallel": 2},
         "decode": {"kv_memory": "4MiB", "threads": 1},
     }
     with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
@@ -80,7 +80,7 @@ def test_tokens_over_pages_of_codes_are_those_of_one_engine(tmp_path: Path) -> N
         "page_size": 4,
         "cache": {"host_memory": "1MiB"},
         "prefill": {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1},
-        "decode": {"kv_memory": "4MiB", "threads": 2},
+        "decode": {"kv_memory": "4MiB", "threads": 1},
     }
     with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
         for _ in range(2):
