@@ -250,15 +250,15 @@ FAULTS: dict[str, Callable[[Faults], AbstractAsyncContextManager[None]]] = {
 }
 
 
-async def firing(url: str) -> set[str] | None:
-    """The alerts that fire; None while Prometheus does not answer."""
+async def states(url: str, alert: str) -> set[str] | None:
+    """An alert's states, "pending" or "firing"; None while Prometheus does not answer."""
     try:
         async with httpx.AsyncClient() as http:
             answer = (await http.get(f"{url}/api/v1/alerts")).raise_for_status()
     except httpx.HTTPError:
         return None
     alerts = answer.json()["data"]["alerts"]
-    return {each["labels"]["alertname"] for each in alerts if each["state"] == "firing"}
+    return {each["state"] for each in alerts if each["labels"]["alertname"] == alert}
 
 
 def test_every_alert_has_a_fault() -> None:
@@ -269,14 +269,16 @@ def test_every_alert_has_a_fault() -> None:
 async def test_an_alert_fires_by_its_fault(
     alert: str, tiny_cluster: ProcessCluster, prometheus: str
 ) -> None:
-    async def fires(wanted: bool) -> bool:
-        found = await firing(prometheus)
-        return found is not None and (alert in found) is wanted
+    async def is_quiet() -> bool:
+        return await states(prometheus, alert) == set()
 
-    await until(lambda: fires(False), 120, pause=0.3)
+    async def fires() -> bool:
+        return "firing" in (await states(prometheus, alert) or ())
+
+    await until(is_quiet, 120, pause=0.3)
     flags = tiny_cluster.folder / "faults"
     async with AsyncClient(tiny_cluster.address) as client:
         async with FAULTS[alert](Faults(tiny_cluster, client, flags)):
-            await until(lambda: fires(True), 120, pause=0.3)
+            await until(fires, 120, pause=0.3)
         await client.wait_ready(60.0)
     await asyncio.to_thread(tiny_cluster.wait_idle, 60.0)
