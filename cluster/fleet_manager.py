@@ -162,8 +162,11 @@ class FleetManager:
         self.changed.set()
 
     async def forget(self, name: str) -> None:
-        """The worker must not come back."""
+        """The worker must not come back. One that has drained is still told of."""
         await self.change(partial(Fleet.without, name=name))
+        member = self.members.latest.get(name)
+        if member and member.progress == DRAINED:
+            self._drained.append(member)
         self.members.forget(name)
 
     async def follow_members(self) -> None:
@@ -174,7 +177,6 @@ class FleetManager:
                 continue
             if member.progress == DRAINED:
                 await self.forget(name)
-                self._drained.append(member)
             elif member.progress == DRAINING and name not in self.fleet.retiring:
                 await self.change(partial(Fleet.retired, name=name))
             elif member.role and member.role is not role:

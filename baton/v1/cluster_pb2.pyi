@@ -390,7 +390,9 @@ class ModelsResponse(_message.Message):
 
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedModel]: ...
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedModel]:
+        """All that are served now, with their keys."""
+
     def __init__(
         self,
         *,

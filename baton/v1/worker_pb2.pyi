@@ -946,6 +946,7 @@ class AdapterPart(_message.Message):
     file: _builtins.str
     """The file's name; a file's parts come one after another."""
     content: _builtins.bytes
+    """At most 1 MiB of it."""
     def __init__(
         self,
         *,

@@ -13,7 +13,7 @@ from baton.cluster import controller as controllers
 from baton.cluster import ray_session
 from baton.cluster.actors import WorkerActors
 from baton.cluster.controller import Controller
-from baton.cluster.fleet import Fleet
+from baton.cluster.fleet import DRAINED, Fleet, Member
 from baton.core.errors import Unavailable
 from baton.core.tasks import cancel_all
 from baton.core.types import Role
@@ -126,3 +126,17 @@ async def test_workers_that_an_operator_has_drained_stay_away(store: Store) -> N
         await until(are_gone)
         await controller._reconcile()
         assert store.fleet.wanted.total == 0
+
+
+async def test_a_worker_that_has_drained_is_told_of_whoever_forgets_it(store: Store) -> None:
+    """Its last report may come after a round has looked at the reports, and before it retires."""
+
+    async def are_made() -> bool:
+        return len(store.made) == 2
+
+    async with running() as controller:
+        await until(are_made)
+        drained = Member("decode-0", Role.DECODE, host="", progress=DRAINED)
+        controller._manager.members.report(drained)
+        await controller._manager.forget("decode-0")
+        assert drained in await controller.members()
