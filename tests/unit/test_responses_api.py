@@ -90,6 +90,15 @@ TOOL = Tool("rain", "", '{"type": "object", "properties": {}}')
 NAMED: Json = {"type": "function", "name": "rain"}
 
 
+def test_functions_of_a_namespace_are_offered_and_a_search_is_not() -> None:
+    agents = {"type": "namespace", "name": "agents", "tools": [RAIN]}
+    body = ResponsesRequest.parse(
+        {"input": "Hello", "tools": [agents, {"type": "web_search", "external_web_access": False}]}
+    )
+    assert body.chat_prompt(()).tools == chat(tools=[RAIN]).tools
+    assert body.namespaces == {RAIN["name"]: "agents"}
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -122,7 +131,17 @@ def test_tools_are_parsed_with_their_choice(choice: object, expected: object) ->
             NotServed,
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", InvalidRequest),
-        ({"tools": [{"type": "web_search"}]}, "tools", NotServed),
+        ({"tools": [{"type": "file_search"}]}, "tools", NotServed),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice",
+            InvalidRequest,
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]},
+            "tools",
+            NotServed,
+        ),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", InvalidRequest),
         ({"tool_choice": "required"}, "tool_choice", InvalidRequest),
         ({"text": {"format": {"type": "grammar"}}}, "text", NotServed),
@@ -207,6 +226,13 @@ def test_an_answer_is_a_response_of_items() -> None:
         "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 13,
     }
+
+
+def test_a_call_names_the_namespace_of_its_function() -> None:
+    agents = {"type": "namespace", "name": "agents", "tools": [RAIN]}
+    response = whole(CALLED, renderer(tools=[agents, {"type": "web_search"}]))
+    assert response["output"][2]["namespace"] == "agents"  # type: ignore[index]
+    assert [tool["type"] for tool in response["tools"]] == ["namespace", "web_search"]  # type: ignore[union-attr]
 
 
 def test_a_stream_has_the_events_of_the_api_in_their_order() -> None:

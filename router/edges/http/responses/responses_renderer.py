@@ -52,6 +52,7 @@ class OutputItem(TypedDict):
     summary: NotRequired[list[OutputPart]]
     call_id: NotRequired[str]
     name: NotRequired[str]
+    namespace: NotRequired[str]
     arguments: NotRequired[str]
 
 
@@ -293,7 +294,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         """Without `parts` as it begins."""
         identity = self._item_id(block)
         if block.kind == "call":
-            return {
+            call: OutputItem = {
                 "id": identity,
                 "type": "function_call",
                 "status": status,
@@ -301,6 +302,8 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
                 "name": block.call.name,
                 "arguments": block.text if parts else "",
             }
+            namespace = self._body.namespaces.get(block.call.name)
+            return {**call, "namespace": namespace} if namespace else call
         content = [_part(each, each.text) for each in parts]
         if block.kind == "reasoning":
             return {

@@ -140,7 +140,7 @@ def _text(content: str | list[ItemPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-class ResponsesTool(StrictModel):
+class FunctionTool(StrictModel):
     type: Literal["function"]
     name: ToolText
     description: ToolText | None = None
@@ -150,6 +150,37 @@ class ResponsesTool(StrictModel):
     def tool(self) -> Tool:
         parameters = json.dumps(self.parameters) if self.parameters else ""
         return Tool(self.name, self.description or "", parameters)
+
+
+class NamespaceTool(StrictModel):
+    """Functions under one name, as Codex sends them; calls name it too."""
+
+    type: Literal["namespace"]
+    name: ToolText
+    description: ToolText | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)]
+
+
+class HostedTool(StrictModel):
+    """What a server may do by itself. This one does not, and the model is not told of it: agents
+    offer it with every request."""
+
+    type: Literal["web_search", "web_search_preview"]
+
+
+def _tool_tag(tool: object) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind in ("web_search", "web_search_preview"):
+        return "<hosted>"
+    return "<namespace>" if kind == "namespace" else "<function>"
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    Discriminator(_tool_tag),
+]
 
 
 class NamedTool(StrictModel):
@@ -274,4 +305,17 @@ class ResponsesRequest(GenerationRequest):
             mode, allowed = choice.mode, [tool.name for tool in choice.tools]
         else:
             mode = choice
-        return choose_tools(chat, [each.tool() for each in self.tools], mode, allowed)
+        return choose_tools(chat, [each.tool() for each, _ in self._functions()], mode, allowed)
+
+    @property
+    def namespaces(self) -> dict[str, str]:
+        """Of functions that are in one."""
+        return {each.name: namespace for each, namespace in self._functions() if namespace}
+
+    def _functions(self) -> Iterator[tuple[FunctionTool, str]]:
+        """Each with its namespace, if it has one."""
+        for tool in self.tools:
+            if isinstance(tool, NamespaceTool):
+                yield from ((each, tool.name) for each in tool.tools)
+            elif isinstance(tool, FunctionTool):
+                yield tool, ""
