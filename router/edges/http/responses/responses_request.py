@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
@@ -140,7 +140,7 @@ def _text(content: str | list[ItemPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-class FunctionTool(StrictModel):
+class ResponsesFunction(StrictModel):
     type: Literal["function"]
     name: ToolText
     description: ToolText | None = None
@@ -158,25 +158,28 @@ class NamespaceTool(StrictModel):
     type: Literal["namespace"]
     name: ToolText
     description: ToolText | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)]
+    tools: Annotated[list[ResponsesFunction], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)]
+
+
+_Hosted = Literal["web_search", "web_search_preview"]
 
 
 class HostedTool(StrictModel):
     """What a server may do by itself. This one does not, and the model is not told of it: agents
     offer it with every request."""
 
-    type: Literal["web_search", "web_search_preview"]
+    type: _Hosted
 
 
 def _tool_tag(tool: object) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind in ("web_search", "web_search_preview"):
+    if kind in get_args(_Hosted):
         return "<hosted>"
     return "<namespace>" if kind == "namespace" else "<function>"
 
 
 ResponsesTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")]
+    Annotated[ResponsesFunction, Tag("<function>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
     | Annotated[HostedTool, Tag("<hosted>")],
     Discriminator(_tool_tag),
@@ -312,10 +315,10 @@ class ResponsesRequest(GenerationRequest):
         """Of functions that are in one."""
         return {each.name: namespace for each, namespace in self._functions() if namespace}
 
-    def _functions(self) -> Iterator[tuple[FunctionTool, str]]:
+    def _functions(self) -> Iterator[tuple[ResponsesFunction, str]]:
         """Each with its namespace, if it has one."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((each, tool.name) for each in tool.tools)
-            elif isinstance(tool, FunctionTool):
+            elif isinstance(tool, ResponsesFunction):
                 yield tool, ""
