@@ -6,6 +6,7 @@ from pathlib import Path
 import fault_table
 import pytest
 import recoveries
+from network import Host, Network
 from processes import ProcessCluster
 
 from baton.core.model_store import EMBEDDED
@@ -30,6 +31,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     save(TINY_MODELS["llama"], folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """Two hosts; for tests on a network of their own."""
+    with Network() as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def elsewhere(network: Network) -> Iterator[Host]:
+    """A third host, which belongs to no cluster."""
+    host = Host("elsewhere", 3)
+    yield host
+    host.end()
 
 
 @pytest.fixture

@@ -25,12 +25,6 @@ CHUNK = 32
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network() as network:
-        yield network
-
-
-@pytest.fixture(scope="module")
 def cluster(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     section = {"kv_memory": "64MiB", "threads": 1, "chunk_tokens": CHUNK}
     hosts = {"prefill": network.near, "decode": network.far}

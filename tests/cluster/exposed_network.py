@@ -26,19 +26,6 @@ UNAVAILABLE = "StatusCode.UNAVAILABLE"
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network() as network:
-        yield network
-
-
-@pytest.fixture(scope="module")
-def elsewhere(network: Network) -> Iterator[Host]:
-    host = Host("elsewhere", 3)
-    yield host
-    host.end()
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save(TINY_MODELS["llama"], folder)

@@ -34,19 +34,6 @@ CONTROLLER = 51000
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network() as network:
-        yield network
-
-
-@pytest.fixture(scope="module")
-def elsewhere(network: Network) -> Iterator[Host]:
-    host = Host("elsewhere", 3)
-    yield host
-    host.end()
-
-
-@pytest.fixture(scope="module")
 def nodes(network: Network) -> Iterator[list[Command]]:
     """A head on one host and a node on the other."""
     # Short, since sockets of Ray have their names in it.
