@@ -66,7 +66,9 @@ class DecodePhase(Phase[DecodeSequence]):
 
     def _set_up(self, config: Config) -> None:
         self._drafts = self._make_drafts(config)
-        speculation = Speculation(self._drafts) if config.speculation != "off" else None
+        speculation = None
+        if config.speculation != "off":
+            speculation = Speculation(self._drafts, runs_ahead=self._engine.runs_ahead)
         self._scheduler: DecodeScheduler = DecodeScheduler(
             self._pool, config.decode.max_batch, config.decode.chunk_tokens, speculation
         )

@@ -154,8 +154,8 @@ class DecodeScheduler:
         self._resume()
         while self._ready and len(self._running) < self._max_batch:
             bisect.insort(self._running, self._ready.pop(0), key=_order)
-        if not self._grow():
-            return {}
+        if not self._grow() or any(each.guessing for each in self._running):
+            return {}  # guesses in flight: all requests wait, so that they stay in one step
         plan: Plan = {}
         budget = self._chunk_tokens
         for sequence in self._running:
@@ -166,14 +166,16 @@ class DecodeScheduler:
             if count:
                 plan[sequence] = count
                 budget -= count if count > 1 else 0
-        self._guess(plan, min(budget, self._max_batch - len(plan)))
-        return plan
+        return self._with_guesses(plan, min(budget, self._max_batch - len(plan)))
 
-    def _guess(self, plan: Plan, most_rows: int) -> None:
+    def _with_guesses(self, plan: Plan, most_rows: int) -> Plan:
         if self._speculation and most_rows > 0:
+            if self._speculation.waits(plan, most_rows):
+                return {}
             # Without pages that running requests need to grow.
             pages = self._pool.free - len(self._running) * self._pool.slices
             self._speculation.guess(plan, most_rows, self._pool, pages)
+        return plan
 
     def _resume(self) -> None:
         while self._preempted and len(self._running) < self._max_batch:

@@ -7,6 +7,10 @@ likeliest first, while each brings more tokens a second than the step has withou
 a draft model (decode_worker/drafts.py), it guesses for the sequences in which nothing likelier was
 found.
 
+On a GPU the host plans a step while the one before runs, and so does not know its tokens. A step
+with guesses must be planned when these are known: the device waits for c seconds, by the same fit.
+Steps run ahead until guesses are predicted to bring more than that costs.
+
 Guesses are what a step runs besides. Whether any was right changes how fast an answer comes, and
 never what it is: a token is sampled at each position as it would be without guesses.
 """
@@ -27,8 +31,12 @@ from baton.engine.token_index import LONG
 MOST_GUESSES = 15
 """Of one sequence in one step."""
 
-STEP_SECONDS, ROW_SECONDS = 1e-2, 1e-3
-"""Assumed until steps have been measured; only their ratio matters."""
+STEP_SECONDS, ROW_SECONDS, WAIT_SECONDS = 1e-2, 1e-3, 1e-3
+"""Assumed until steps have been measured; only their ratios matter."""
+
+MOST_FOLLOWED = 64
+"""Sequences whose tokens are guessed where steps run ahead. The host takes some 10 us for each, and
+of more it would take longer than their step."""
 
 MEMORY = 200.0
 """Steps after which one counts for a third."""
@@ -37,26 +45,45 @@ _Chance = tuple[float, Sequence]
 
 
 class Speculation:
-    def __init__(self, drafts: Drafts | None = None, cost: OnlineFit | None = None) -> None:
+    def __init__(self, drafts: Drafts | None = None, *, runs_ahead: bool = False) -> None:
+        """`runs_ahead`: steps are planned while the one before runs."""
         self._drafts = drafts
-        self._cost = cost or OnlineFit((STEP_SECONDS, ROW_SECONDS), MEMORY)
+        self._runs_ahead = runs_ahead
+        self._cost = OnlineFit((STEP_SECONDS, ROW_SECONDS, WAIT_SECONDS), MEMORY)
         self._acceptance = new_acceptance()
         self._past = PastAnswers()
 
-    def note_step(self, rows: int, seconds: float) -> None:
-        self._cost.note((1, rows), seconds)
+    def note_step(self, rows: int, seconds: float, waited: bool = False) -> None:
+        self._cost.note((1, rows, waited and self._runs_ahead), seconds)
         if self._drafts:
-            self._drafts.earn(self._cost.predict((1, rows)))
+            self._drafts.earn(self._cost.predict((1, rows, 0)))
+
+    def waits(self, plan: Plan, most_rows: int) -> bool:
+        """Whether guesses bring more than a step that is launched at once: for guesses, the tokens
+        of the step in flight must be known."""
+        decoding = [each for each in plan if each.uncomputed == 1]
+        if not any(each.expected for each in decoding) or len(decoding) > MOST_FOLLOWED:
+            return False
+        chances = [(chance, each) for each in decoding for chance in self._chances_ahead(each)]
+        return bool(self._depths(chances, decoding, sum(plan.values()), most_rows))
+
+    def _chances_ahead(self, sequence: Sequence) -> list[float]:
+        """Of guesses behind the token that comes next, if that is right too."""
+        return self._found(sequence).chances[sequence.expected :]
 
     def guess(self, plan: Plan, most_rows: int, pool: PagePool, pages: int) -> None:
         """Sets the guesses of the plan's sequences: at most `most_rows`, with at most `pages` new
         pages."""
-        decoding = [each for each in plan if each.uncomputed == 1 and not each.expected]
+        decoding = [each for each in plan if each.uncomputed == 1]
+        if any(each.expected for each in decoding):
+            return
+        if self._runs_ahead and len(decoding) > MOST_FOLLOWED:
+            return
         offers = {each: self._found(each) for each in decoding}
         if self._drafts:
             self._add_drafts(self._drafts, offers, sum(plan.values()), most_rows)
         chances = [(chance, each) for each, offer in offers.items() for chance in offer.chances]
-        depths = self._depths(chances, sum(plan.values()), len(decoding), most_rows)
+        depths = self._depths(chances, decoding, sum(plan.values()), most_rows)
         for sequence, depth in depths.items():
             free = pool.free
             sequence.guesses = covered(sequence, offers[sequence].guesses[:depth], pool, pages)
@@ -80,8 +107,8 @@ class Speculation:
         self, drafts: Drafts, offers: dict[Sequence, Offer], rows: int, most: int
     ) -> None:
         """Replaces what was found by the draft's guesses, where these are likelier."""
-        _, row = self._cost.coefficients
-        pace = Pace(len(offers), self._cost.predict((1, rows)), row)
+        _, row, _ = self._cost.coefficients
+        pace = Pace(len(offers), self._cost.predict((1, rows, 0)), row)
         wanted = {
             each: most_guesses(each) if drafts.share(each) > next(iter(offer.chances), 0.0) else 0
             for each, offer in offers.items()
@@ -107,12 +134,15 @@ class Speculation:
         return guesses[: next(ends, len(guesses))]
 
     def _depths(
-        self, chances: Iterable[_Chance], rows: int, tokens: float, most: int
+        self, chances: Iterable[_Chance], decoding: list[Sequence], rows: int, most: int
     ) -> Counter[Sequence]:
         """How many guesses of each sequence pay, where the step has `rows` rows without them and
-        brings `tokens`."""
-        _, row = self._cost.coefficients
-        seconds = self._cost.predict((1, rows))
+        brings each of those that decode a token."""
+        _, row, _ = self._cost.coefficients
+        ahead = self._runs_ahead and not all(each.sampled_by_tokens for each in decoding)
+        tokens = float(len(decoding))
+        without = tokens / self._cost.predict((1, rows, 0))
+        seconds = self._cost.predict((1, rows, ahead))
         depths: Counter[Sequence] = Counter()
         for chance, sequence in sorted(chances, key=lambda each: -each[0])[:most]:
             if chance * seconds <= tokens * row:
@@ -120,7 +150,7 @@ class Speculation:
             depths[sequence] += 1
             tokens += chance
             seconds += row
-        return depths
+        return depths if tokens > without * seconds else Counter()
 
 
 def most_guesses(sequence: Sequence) -> int:

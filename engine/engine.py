@@ -76,6 +76,8 @@ AnyAdapterPool = AdapterPool[AdapterProducts] | AdapterPool[Tensor]
 class AnyRunner(Protocol):
     """Runs plans on one kind of device."""
 
+    runs_ahead: bool  # whether a launch returns before the step has ended
+
     def launch(self, plan: Plan) -> InFlightStep: ...
 
     def follow(self, step: bytes) -> None:
@@ -230,6 +232,11 @@ class Engine:
         gc.collect()  # it is part of cycles; frees its memory first
         torch.cuda.empty_cache()
         self._runner = self.make_runner(gpu)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be planned while the one before runs."""
+        return self._runner.runs_ahead
 
     def guide(self, work: Work) -> TokenGuide | None:
         """Keeps an answer to its request's grammar; None without one."""

@@ -31,10 +31,10 @@ from baton.engine.step import (
     FinishedStep,
     Outcome,
     Plan,
-    check_guesses,
     check_plan,
     chunk_inputs,
     in_row_order,
+    outcome_of,
 )
 from baton.engine.tensor_parallel import Group
 from baton.kernels.attention import ChunkReads, DecodeReads, prepare_attention
@@ -54,6 +54,8 @@ class StepRows(NamedTuple):
 class StepRunner:
     """What runs plans of any model over the paged memory `kv`
     [page, layer of a slice, k/v, token, kv_head, dim]: all but the forward pass."""
+
+    runs_ahead = False
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class StepRunner:
         for scores in score(logits[:, : self._sampler.vocabulary_size], tokens, rows):
             drawn.update(scores.by_row())
         return {
-            sequence: _outcome(sequence.take_guesses(), [drawn[row] for row in ahead])
+            sequence: outcome_of(sequence.take_guesses(), [drawn[row] for row in ahead])
             for sequence, ahead in drawing.items()
         }
 
@@ -319,10 +321,6 @@ class Runner(StepRunner):
         if not wanted:
             return None
         return self._decode_reads(wanted, table)
-
-
-def _outcome(guesses: list[int], drawn: list[Drawn]) -> Outcome:
-    return check_guesses(guesses, drawn) if guesses else drawn[0]
 
 
 def _first_visible(position: int, window: int | None) -> int:

@@ -73,7 +73,17 @@ class Sequence:
         if not self.expected:
             return False
         last = self.generated + self.expected >= self.work.max_tokens
-        return last or self.work.sampling.looks_back or self.guide is not None
+        return last or self.guessing or self.sampled_by_tokens
+
+    @property
+    def sampled_by_tokens(self) -> bool:
+        """Whether the host must know all tokens before the next is sampled."""
+        return self.work.sampling.looks_back or self.guide is not None
+
+    @property
+    def guessing(self) -> bool:
+        """Whether a step in flight runs guesses: only the device knows yet how many are right."""
+        return self.expected > 0 and bool(self.guesses)
 
     def samples(self, count: int) -> bool:
         """Whether a step that runs its next `count` tokens samples another one."""

@@ -15,20 +15,24 @@ the step samples the next one. It then runs the sequence's guesses too, which ar
 samples behind each."""
 
 
+def with_guesses(plan: Plan) -> Plan:
+    """How many rows each sequence of the plan has."""
+    return {each: count + max(0, each.draws(count) - 1) for each, count in plan.items()}
+
+
 def check_plan(plan: Plan, page_size: int) -> None:
     """Raises Internal where there is nothing to run, or no page for it."""
-    for sequence, count in plan.items():
+    for (sequence, count), rows in zip(plan.items(), with_guesses(plan).values(), strict=True):
         if not 0 < count <= sequence.uncomputed:
             raise Internal(f"a chunk of {count} of {sequence.uncomputed} tokens")
-        guessed = max(0, sequence.draws(count) - 1)
-        if sequence.computed + count + guessed > len(sequence.lease) * page_size:
+        if sequence.computed + rows > len(sequence.lease) * page_size:
             raise Internal("a chunk reaches past its sequence's pages")
 
 
 def in_row_order(plan: Plan) -> Plan:
     """The plan in the order of a step's rows: single tokens first, since they are attended
-    together."""
-    return dict(sorted(plan.items(), key=lambda chunk: chunk[1] > 1))
+    together, and of these the ones without guesses."""
+    return dict(sorted(plan.items(), key=lambda chunk: (chunk[1] > 1, bool(chunk[0].guesses))))
 
 
 class Scored(NamedTuple):
@@ -66,6 +70,11 @@ def check_guesses(guesses: list[int], drawn: list[Drawn]) -> Checked:
             break
         right += 1
     return Checked(drawn[: right + 1], len(guesses))
+
+
+def outcome_of(guesses: list[int], drawn: list[Drawn]) -> Outcome:
+    """`drawn` as in check_guesses; without guesses, one token."""
+    return check_guesses(guesses, drawn) if guesses else drawn[0]
 
 
 class InFlightStep(Protocol):

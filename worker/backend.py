@@ -81,10 +81,8 @@ class Backend:
         self._device = config.device
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        if config.speculation != "off" and self._device != "cpu":
-            raise InvalidConfig(
-                f"{config.speculation} runs on CPUs only so far", field="speculation"
-            )
+        if config.speculation == "draft" and self._device != "cpu":
+            raise InvalidConfig("draft runs on CPUs only so far", field="speculation")
         self._config = settle(config, self._device)
         self._worker_id = worker_id
         self._inbox = inbox
@@ -251,6 +249,7 @@ class Backend:
             share=prefill.gpu_share if role is Role.PREFILL else 1.0,
             numerics=self._config.numerics,
             adapters=self._adapter_room(),
+            guesses=self._config.speculation != "off",
         )
 
     def _adapter_room(self) -> AdapterRoom | None:

@@ -1,7 +1,7 @@
 """The engine's in-flight steps: launched in order, settled in order.
 
 On a GPU one step stays in flight while the host settles the one before, so the
-device never waits for a plan.
+device never waits for a plan, unless the plan waits for the device: for guesses.
 """
 
 from __future__ import annotations
@@ -36,17 +36,26 @@ class Settled:
 class _Launched:
     plan: Plan
     rows: int
-    computed: list[int]  # as in Settled, by sequence of the plan
+    computed: list[int]  # as in Settled, by sequence of the plan, without right guesses
     step: InFlightStep
     began: float
+    idle: float | None  # seconds before, in which the device waited for it; None: it did not
+
+
+LONGEST_IDLE = 0.05
+"""Seconds between two steps; a device that waits longer had nothing to run."""
+
+OnStep = Callable[[int, float, bool], None]
+"""Gets the rows and seconds of a step, and whether the device waited for it, which counts."""
 
 
 class StepPipeline:
     def __init__(self, engine: Engine, metrics: WorkerMetrics, record: StepRecord) -> None:
         self._engine = engine
         self._metrics = metrics
-        self.on_step: Callable[[int, float], None] | None = None  # gets rows and seconds of each
+        self.on_step: OnStep | None = None
         self.record = record
+        self._settled_at = 0.0
         self._launched: deque[_Launched] = deque()
 
     @property
@@ -73,17 +82,21 @@ class StepPipeline:
     def _launch(self, plan: Plan) -> None:
         rows = sum(count + len(sequence.guesses) for sequence, count in plan.items())
         began = time.monotonic()
+        idle = None if self._launched else began - self._settled_at
+        computed = [sequence.computed + count for sequence, count in plan.items()]
         self.record.begin(list(plan))
         step = launch(self._engine, plan)
-        computed = [sequence.computed for sequence in plan]
-        self._launched.append(_Launched(plan, rows, computed, step, began))
+        self._launched.append(_Launched(plan, rows, computed, step, began, idle))
 
     def _settle(self, launched: _Launched) -> list[Settled]:
         plan, outcomes = launched.plan, launched.step.wait()
-        seconds = time.monotonic() - launched.began
+        # The device began it when it had ended the step before.
+        began, self._settled_at = max(launched.began, self._settled_at), time.monotonic()
+        seconds = self._settled_at - began
         self._metrics.step(len(plan), launched.rows, seconds)
         if self.on_step:
-            self.on_step(launched.rows, seconds)
+            idle = launched.idle if (launched.idle or LONGEST_IDLE) < LONGEST_IDLE else None
+            self.on_step(launched.rows, seconds + (idle or 0.0), idle is not None)
         self._observe_compute(plan, seconds)
         return list(map(_settled, plan, launched.computed, outcomes))
 
@@ -99,7 +112,8 @@ def _settled(sequence: Sequence, computed: int, outcome: Outcome) -> Settled:
     if isinstance(outcome, BatonError):
         return Settled(sequence, computed, error=outcome)
     if isinstance(outcome, Checked):
-        return Settled(sequence, computed, outcome.drawn, outcome.guesses)
+        right = len(outcome.drawn) - 1
+        return Settled(sequence, computed + right, outcome.drawn, outcome.guesses)
     return Settled(sequence, computed, [] if outcome is None else [outcome])
 
 

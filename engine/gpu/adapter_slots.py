@@ -82,13 +82,13 @@ class AdapterSlots:
         else:
             self.drop_adapter(adapter.digest)
 
-    def slots_of(self, plan: Plan) -> Ints | None:
-        """Of each row; None where none has an adapter."""
-        digests = [sequence.work.adapter_digest for sequence in plan]
+    def slots_of(self, rows: Plan) -> Ints | None:
+        """Of each row of the sequences; None where none has an adapter."""
+        digests = [sequence.work.adapter_digest for sequence in rows]
         if not any(digests):
             return None
         slots = [self._slots[digest] if digest else -1 for digest in digests]
-        return np.repeat(np.array(slots, np.int32), list(plan.values()))
+        return np.repeat(np.array(slots, np.int32), list(rows.values()))
 
     def _broadcast(self, change: AdapterChange) -> None:
         if self._group:

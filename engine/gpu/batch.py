@@ -1,6 +1,9 @@
 """One step as arrays: its rows, what they read and where they store.
 
-Rows are tokens: first one for each decoding sequence, then the chunks. `StepMessage` is what
+Rows are tokens: first one for each decoding sequence, then the chunks. A sequence with guesses is
+a chunk, except in a step that only decodes: there its rows are attended one by one, as all are.
+
+`StepMessage` is what
 rank 0 sends to the other ranks, as 32-bit numbers; its tokens are placeholders there, since
 those that rank 0 settles are shared from device to device (engine/gpu/runner.py).
 """
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from baton.engine.gpu.prompt_attention import LongChunk, is_long
 from baton.engine.sequence import Sequence
-from baton.engine.step import Plan
+from baton.engine.step import Plan, with_guesses
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 
 INPUT_ROWS = 3
@@ -31,7 +34,8 @@ class StepArrays:
     # slots of the page table, positions, and the stores of each slice (page * page_size + offset)
     blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py
     long: list[LongChunk]
-    decoding: int  # rows that are the one new token of their sequence
+    decoding: int  # rows that are the one new token of their sequence, or one of its guesses
+    guesses: bool = False  # whether these have several rows of one sequence
     adapters: Ints | None = None  # [T], slots of the rows' adapters or -1; None: no row has one
 
     @property
@@ -62,6 +66,7 @@ class StepArrays:
             blocks=np.concatenate((self.blocks, idle.blocks)),
             long=self.long,
             decoding=self.decoding + idle.decoding,
+            guesses=self.guesses,
             adapters=None
             if self.adapters is None
             else np.pad(self.adapters, (0, count), constant_values=-1),
@@ -97,15 +102,16 @@ def step_arrays(
 ) -> StepArrays:
     """The arrays of one step. The plan is in the order of its rows."""
     page_size = limits.page_size
-    decoding = _decoding(plan, limits)
-    counts = np.asarray(list(plan.values()), dtype=np.int32)
+    chunks = with_guesses(plan)
+    decoding = _decoding(plan, chunks, limits)
+    counts = np.asarray(list(chunks.values()), dtype=np.int32)
     starts = np.asarray([sequence.computed for sequence in plan], dtype=np.int32)
     firsts = np.cumsum(counts) - counts
     positions = np.repeat(starts - firsts.astype(np.int32), counts)
     positions += np.arange(len(positions), dtype=np.int32)
     blocks: list[tuple[int, int, int, int]] = []
     long: list[LongChunk] = []
-    rows = zip(plan.items(), slots, firsts, strict=True)
+    rows = zip(chunks.items(), slots, firsts, strict=True)
     for (sequence, count), slot, first in islice(rows, decoding, None):
         start = sequence.computed
         if limits.long_chunks and is_long(count, start, page_size, limits.recorded):
@@ -117,7 +123,7 @@ def step_arrays(
     row_slots = np.repeat(np.asarray(slots, dtype=np.int32), counts)
     offsets = positions % page_size
     stores = [
-        np.concatenate([_pages(*chunk, number, page_size) for chunk in plan.items()]) * page_size
+        np.concatenate([_pages(*chunk, number, page_size) for chunk in chunks.items()]) * page_size
         + offsets
         for number in range(limits.slices)
     ]
@@ -126,12 +132,16 @@ def step_arrays(
         blocks=np.asarray(blocks, dtype=np.int32).reshape(-1, 4),
         long=long,
         decoding=decoding,
+        guesses=decoding > len(plan),
         adapters=adapters,
     )
 
 
-def _decoding(plan: Plan, limits: Limits) -> int:
-    singles = min(sum(count == 1 for count in plan.values()), limits.decoding)
+def _decoding(plan: Plan, chunks: Plan, limits: Limits) -> int:
+    rows = sum(chunks.values())
+    if len(plan) < rows <= limits.decoding and all(count == 1 for count in plan.values()):
+        return rows
+    singles = min(sum(count == 1 for count in chunks.values()), limits.decoding)
     # A step that only decodes ends in logits. Embeddings need its hidden states: then the last row
     # is a chunk of one token.
     embeds = singles == len(plan) and any(sequence.pooled for sequence in plan)
@@ -142,7 +152,8 @@ def _tokens(sequence: Sequence, count: int) -> list[int]:
     if sequence.computed >= len(sequence.tokens):
         return [-1]
     known = sequence.tokens[sequence.computed : sequence.computed + count]
-    return known + [-1] * (count - len(known))
+    guesses = sequence.guesses if sequence.samples(count) else []
+    return known + [-1] * (count - len(known)) + guesses
 
 
 def _pages(sequence: Sequence, count: int, number: int, page_size: int) -> Ints:
@@ -190,7 +201,7 @@ def _pinned(array: Ints, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-HEAD = 8
+HEAD = 9
 
 
 class StepMessage(NamedTuple):
@@ -201,11 +212,11 @@ class StepMessage(NamedTuple):
 
 def encode_step(step: StepMessage) -> bytes:
     """Counts of inputs of a row, rows, blocks, long chunks, decoding rows, pages, wanted rows and
-    rows with or without adapters, if any has one; then all."""
+    rows with or without adapters, if any has one; whether there are guesses; then all."""
     arrays = step.arrays
     adapters = np.empty(0, np.int32) if arrays.adapters is None else arrays.adapters
     head = [*arrays.rows.shape, len(arrays.blocks), len(arrays.long), arrays.decoding]
-    head += [len(step.pages), len(step.wanted), len(adapters)]
+    head += [len(step.pages), len(step.wanted), len(adapters), arrays.guesses]
     for chunk in arrays.long:
         head += [chunk.first, chunk.count, chunk.start, chunk.slot]
     rest = step.pages.ravel(), step.wanted, adapters
@@ -215,7 +226,7 @@ def encode_step(step: StepMessage) -> bytes:
 
 def decode_step(message: bytes) -> StepMessage:
     numbers = np.frombuffer(message, np.int32).copy()
-    inputs, rows, blocks, long, decoding, pages, wanted, adapted = numbers[:HEAD].tolist()
+    inputs, rows, blocks, long, decoding, pages, wanted, adapted, guesses = numbers[:HEAD].tolist()
     sizes = [HEAD, 4 * long, inputs * rows, 4 * blocks, 2 * pages, wanted, adapted]
     parts = np.split(numbers, np.cumsum(sizes)[:-1])
     arrays = StepArrays(
@@ -223,6 +234,7 @@ def decode_step(message: bytes) -> StepMessage:
         blocks=parts[3].reshape(-1, 4),
         long=[LongChunk(*chunk) for chunk in parts[1].reshape(-1, 4).tolist()],
         decoding=decoding,
+        guesses=bool(guesses),
         adapters=parts[6] if adapted else None,
     )
     return StepMessage(arrays, parts[4].reshape(-1, 2), parts[5])

@@ -42,6 +42,7 @@ class GpuSettings:
     share: float = 1.0  # of the GPU's multiprocessors
     numerics: str = "invariant"  # see engine/gpu/numerics.py
     adapters: AdapterRoom | None = None  # None: no adapters are served
+    guesses: bool = False  # whether decode steps may check guesses
 
 
 def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) -> int:

@@ -63,6 +63,7 @@ class Recordings(NamedTuple):
     """Of steps, by their numbers of rows."""
 
     decode: dict[int, Recording]
+    guess: dict[int, Recording]  # that decode, with several rows of a sequence
     prompt: dict[int, Recording]
 
 

@@ -75,6 +75,10 @@ class LatentAttention:
 
         return attend
 
+    def of_guesses(self, slots: Tensor, positions: Tensor, stores: Tensor) -> Attend:
+        """The same: latents of all rows are stored before the first is attended."""
+        return self.of_decoding(slots, positions)
+
     def of_blocks(self, positions: Tensor, stores: Tensor, blocks: Tensor) -> Attend:
         """For chunks alone: positions and stores [T], blocks [n, 4]."""
 

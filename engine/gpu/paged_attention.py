@@ -55,6 +55,16 @@ class PagedAttention:
 
         return attend
 
+    def of_guesses(self, slots: Tensor, positions: Tensor, stores: Tensor) -> Attend:
+        """As of_decoding, for rows of which several may be of one sequence, and see each other:
+        stores [slices, T]."""
+
+        def attend(layer: int, projected: Projected) -> Tensor:
+            self._store(layer, projected, positions, stores, in_place=False)
+            return self._decode(layer, projected, slots, positions)
+
+        return attend
+
     def of_blocks(self, positions: Tensor, stores: Tensor, blocks: Tensor) -> Attend:
         """For chunks alone: positions [T], stores [slices, T], blocks [n, 4]."""
 
@@ -143,7 +153,15 @@ class PagedAttention:
             qkv, blocks, self._tables[layer], self._layers[layer], self._shapes[layer], out
         )
 
-    def _store(self, layer: int, projected: Projected, positions: Tensor, stores: Tensor) -> None:
+    def _store(
+        self,
+        layer: int,
+        projected: Projected,
+        positions: Tensor,
+        stores: Tensor,
+        *,
+        in_place: bool = True,
+    ) -> None:
         layer_kv, shape = self._layers[layer], self._shapes[layer]
         rotate_and_store(
             projected,
@@ -153,6 +171,7 @@ class PagedAttention:
             layer_kv,
             shape,
             *self._norms(layer),
+            in_place=in_place,
         )
 
     def _norms(self, layer: int) -> tuple[Tensor | None, Tensor | None]:

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,7 +37,7 @@ from baton.engine.gpu.batch import (
     upload,
     upload_into,
 )
-from baton.engine.gpu.forward import Forward, fp8_weights
+from baton.engine.gpu.forward import Attend, Forward, fp8_weights
 from baton.engine.gpu.graphs import Recording, Recordings
 from baton.engine.gpu.latent_attention import LatentAttention
 from baton.engine.gpu.numerics import Numerics
@@ -47,11 +46,12 @@ from baton.engine.gpu.prompt_attention import supports
 from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.gpu.slots import Slots
 from baton.engine.gpu.step import GpuInFlightStep
-from baton.engine.logprobs import PromptRow, Scores, prompt_rows, score, score_prompts
+from baton.engine.gpu.wanted_rows import WantedRows
+from baton.engine.logprobs import PromptRow, Scores, score, score_prompts
 from baton.engine.model import Model
 from baton.engine.pooled_rows import PooledStep, pool_rows
 from baton.engine.sequence import Sequence
-from baton.engine.step import Plan, check_plan, in_row_order
+from baton.engine.step import Plan, check_plan, in_row_order, with_guesses
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 from baton.kernels.gpu.compile import compiling
@@ -76,33 +76,13 @@ class Chosen(NamedTuple):
     pooled: PooledStep | None = None
 
 
-class _Rows(NamedTuple):
-    """The rows of a step that the last layer computes: those that sample, those of prompts that are
-    scored, and others of embeddings."""
-
-    samples: Ints
-    sequences: list[Sequence]  # of those that sample
-    prompts: list[PromptRow]
-    pooled: list[PromptRow]
-
-    @property
-    def all(self) -> Ints:
-        if not (self.prompts or self.pooled):
-            return self.samples
-        others = np.array([each.row for each in (*self.prompts, *self.pooled)], dtype=np.int32)
-        return np.concatenate((self.samples, others))
-
-    @property
-    def owners(self) -> list[Sequence]:
-        """The sequence of each."""
-        return self.sequences + [each.sequence for each in (*self.prompts, *self.pooled)]
-
-
 class GpuRunner:
     """Runs plans of `model` over the paged memory `kv` [page, layer, k/v, token, kv_head, dim].
 
     In a group, which is connected, both are this rank's part.
     """
+
+    runs_ahead = True
 
     def __init__(
         self,
@@ -114,9 +94,13 @@ class GpuRunner:
         numerics: Numerics = Numerics.INVARIANT,
         chunk_tokens: int = 8192,
         adapters: AdapterSlots | None = None,
+        *,
+        guesses: bool = False,
     ) -> None:
+        """`guesses`: steps with some are recorded too."""
         shape, device = model.architecture, kv.device
         self._adapters = adapters
+        self._guesses = guesses
         self._forward = Forward(model, numerics)
         self._device = device
         self._group = group
@@ -162,6 +146,7 @@ class GpuRunner:
         counts = graphs.row_counts(max_batch)
         return Recordings(
             {rows: Recording(self._decode_body(rows, adapters(rows))) for rows in counts},
+            {rows: Recording(self._guess_body(rows, adapters(rows))) for rows in counts},
             {rows: Recording(self._prompt_body(rows, adapters(rows))) for rows in prompts},
         )
 
@@ -178,7 +163,8 @@ class GpuRunner:
         steps = [
             (StepArrays.idle(rows, 0, padding, slices, decodes=True), recording)
             for each in self._recordings.values()
-            for rows, recording in reversed(each.decode.items())
+            for kind in (each.decode, *([each.guess] if self._guesses else []))
+            for rows, recording in reversed(kind.items())
         ] + [
             (StepArrays.idle(rows, _blocks_of(rows), padding, slices, decodes=False), recording)
             for each in self._recordings.values()
@@ -207,9 +193,10 @@ class GpuRunner:
     @torch.inference_mode()
     def _run_recordings(self) -> None:
         if self._recordable:
-            for decode, prompt in self._recordings.values():
-                for recording in (*decode.values(), *prompt.values()):
-                    recording.replay()
+            for decode, guess, prompt in self._recordings.values():
+                for kind in (decode, prompt, *([guess] if self._guesses else [])):
+                    for recording in kind.values():
+                        recording.replay()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> GpuInFlightStep:
@@ -217,26 +204,21 @@ class GpuRunner:
         check_plan(plan, self._limits.page_size)
         ordered = in_row_order(plan)
         slots, new_pages = self._slots.place([sequence.lease for sequence in ordered])
-        adapters = self._adapters.slots_of(ordered) if self._adapters else None
+        adapters = self._adapters.slots_of(with_guesses(ordered)) if self._adapters else None
         arrays = step_arrays(ordered, slots, self._limits, adapters)
-        samples = _sampled_rows(ordered)
-        sampling = [sequence for sequence, count in ordered.items() if sequence.samples(count)]
-        others = prompt_rows(ordered)
-        pooled = [row for row in others if row.sequence.pooled is not None]
-        scored = [row for row in others if row.sequence.pooled is None]
-        rows = _Rows(samples, sampling, scored, pooled)
+        rows = WantedRows.of(ordered)
         if self._group:
             self._group.broadcast(encode_step(StepMessage(arrays, new_pages, rows.all)))
         chosen = self._step(arrays, upload(new_pages, self._device), rows)
         prompt_scores = [each.moved(download) for each in chosen.prompt_scores]
         sums = chosen.pooled.moved(download) if chosen.pooled else None
-        if not sampling:
-            return GpuInFlightStep(plan, sampling, None, (), prompt_scores, sums)
-        where = upload(arrays.slots[samples], self._device)
+        if not rows.drawing:
+            return GpuInFlightStep(plan, rows.drawing, None, (), prompt_scores, sums)
+        where = upload(arrays.slots[rows.samples], self._device)
         remember(chosen.tokens, where, self._slots.last_tokens)
         scores = [each.moved(download) for each in chosen.scores]
         tokens = download(chosen.tokens)
-        return GpuInFlightStep(plan, sampling, tokens, scores, prompt_scores, sums)
+        return GpuInFlightStep(plan, rows.drawing, tokens, scores, prompt_scores, sums)
 
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:
@@ -252,7 +234,7 @@ class GpuRunner:
         else:
             self._normed(arrays, pages, wanted)
 
-    def _step(self, arrays: StepArrays, pages: Tensor, rows: _Rows) -> Chosen:
+    def _step(self, arrays: StepArrays, pages: Tensor, rows: WantedRows) -> Chosen:
         """Samples the rows that ask for a token."""
         if not arrays.only_decodes:
             normed = self._normed(arrays, pages, rows.all)
@@ -268,7 +250,8 @@ class GpuRunner:
     def _decoded(self, arrays: StepArrays, pages: Tensor) -> Tensor:
         """The logits of a step that only decodes, [T, vocabulary]."""
         count = arrays.count
-        recordings = self._recordings_for(arrays).decode
+        kinds = self._recordings_for(arrays)
+        recordings = kinds.guess if arrays.guesses else kinds.decode
         size = next(size for size in recordings if size >= count)
         self._fill(arrays.padded(size, 0, self._slots.padding), pages)
         return recordings[size].replay()[:count]
@@ -285,7 +268,7 @@ class GpuRunner:
     def _recordings_for(self, arrays: StepArrays) -> Recordings:
         return self._recordings[arrays.adapters is not None]
 
-    def _sample(self, normed: Tensor, wanted: _Rows) -> Chosen:
+    def _sample(self, normed: Tensor, wanted: WantedRows) -> Chosen:
         """normed [n, ...]: the last layer's output for all wanted rows."""
         sequences = wanted.sequences
         tokens = [normed.new_empty(0, dtype=torch.int32)]
@@ -300,7 +283,7 @@ class GpuRunner:
         return Chosen(torch.cat(tokens), scores, prompts)
 
     def _score_prompts(
-        self, rows: _Rows, logits_at: Callable[[slice], Tensor]
+        self, rows: WantedRows, logits_at: Callable[[slice], Tensor]
     ) -> tuple[Scores[PromptRow], ...]:
         """`logits_at` makes the logits of some of the wanted rows."""
         first = len(rows.samples)
@@ -348,9 +331,17 @@ class GpuRunner:
 
     def _decode_body(self, rows: int, adapters: StepAdapters | None) -> Callable[[], Tensor]:
         _, slots, positions = self._inputs[: 3 * rows].view(3, rows)
-        tokens, logits = self._tokens[:rows], self._logits[:rows]
-        attend = self._attention.of_decoding(slots, positions)
+        return self._body(rows, self._attention.of_decoding(slots, positions), adapters)
 
+    def _guess_body(self, rows: int, adapters: StepAdapters | None) -> Callable[[], Tensor]:
+        inputs = self._inputs[: self._row_inputs * rows].view(-1, rows)
+        (_, slots, positions), stores = inputs[:INPUT_ROWS], inputs[INPUT_ROWS:]
+        return self._body(rows, self._attention.of_guesses(slots, positions, stores), adapters)
+
+    def _body(
+        self, rows: int, attend: Attend, adapters: StepAdapters | None
+    ) -> Callable[[], Tensor]:
+        tokens, logits = self._tokens[:rows], self._logits[:rows]
         return lambda: self._forward.logits(
             self._forward(tokens, attend, adapters=adapters), logits
         )
@@ -381,12 +372,6 @@ class GpuRunner:
         if self._group and not len(samples):
             self._group.wait()  # no sum follows the last keys and values
         return normed
-
-
-def _sampled_rows(plan: Plan) -> Ints:
-    """The last row of each sequence that samples."""
-    ends: npt.NDArray[np.int64] = np.cumsum(list(plan.values())) - 1
-    return ends[[sequence.samples(count) for sequence, count in plan.items()]].astype(np.int32)
 
 
 def slot_count(max_batch: int) -> int:

@@ -123,7 +123,16 @@ def start_runner(
     """
     numerics = Numerics(settings.numerics)
     limits = context, settings.max_batch
-    runner = GpuRunner(model, kv, *limits, group, numerics, settings.chunk_tokens, adapters)
+    runner = GpuRunner(
+        model,
+        kv,
+        *limits,
+        group,
+        numerics,
+        settings.chunk_tokens,
+        adapters,
+        guesses=settings.guesses,
+    )
     # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, _free_tokens(pool))
     shape = model.architecture

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from baton.core.errors import Internal
+from baton.engine.gpu.wanted_rows import Drawing
 from baton.engine.logprobs import PromptRow, Scores, store_prompt_scores
 from baton.engine.pooled_rows import PooledStep
 from baton.engine.sampler import NOT_FINITE
 from baton.engine.sequence import Sequence
-from baton.engine.step import Outcome, Plan
+from baton.engine.step import Checked, Drawn, Outcome, Plan, outcome_of
+
+FAILED = -1
+"""In place of a token, where the logits are not finite."""
 
 
 class GpuInFlightStep:
@@ -21,16 +26,16 @@ class GpuInFlightStep:
     def __init__(
         self,
         plan: Plan,
-        sampling: list[Sequence],
+        drawing: Drawing,
         tokens: Tensor | None,
         scores: Iterable[Scores[Sequence]] = (),
         prompt_scores: Iterable[Scores[PromptRow]] = (),
         pooled: PooledStep | None = None,
     ) -> None:
-        """`tokens` of the sequences `sampling`, in host memory that the device fills; `scores` of
-        the rows among them that ask for them, `prompt_scores` of other rows; `pooled` are those
-        of embeddings."""
-        self._sampling = sampling
+        """`tokens` of the rows `drawing`, in host memory that the device fills; `scores` of the
+        rows among them that ask for them, `prompt_scores` of other rows; `pooled` are those of
+        embeddings."""
+        self._drawing = drawing
         self._tokens = tokens
         self._scores = scores
         self._prompt_scores = prompt_scores
@@ -49,17 +54,26 @@ class GpuInFlightStep:
             lease.unpin()
         outcomes: dict[Sequence, Outcome] = dict.fromkeys(self._sequences)
         if self._tokens is not None:
-            for sequence, token in zip(self._sampling, self._tokens.tolist(), strict=True):
-                outcomes[sequence] = token if token >= 0 else Internal(NOT_FINITE)
-        for sequence, scored in (each for scores in self._scores for each in scores.by_row()):
-            if isinstance(outcomes[sequence], int):
-                outcomes[sequence] = scored
+            outcomes.update(self._drawn(self._tokens.tolist()))
         store_prompt_scores(self._prompt_scores)
         if self._pooled:
             self._pooled.store()
-        for sequence in self._sampling:
+        for sequence in self._drawing:
             sequence.expected -= 1
+            if isinstance(outcome := outcomes[sequence], Checked):
+                sequence.computed += len(outcome.drawn) - 1
         return list(outcomes.values())
+
+    def _drawn(self, tokens: list[int]) -> Iterator[tuple[Sequence, Outcome]]:
+        rows = (row for ahead in self._drawing.values() for row in ahead)
+        drawn: dict[Sequence, Drawn] = dict(zip(rows, tokens, strict=True))
+        scored = dict(each for scores in self._scores for each in scores.by_row())
+        for sequence, ahead in self._drawing.items():
+            # What comes behind a wrong guess may be no number, and fails nobody.
+            finite = list(takewhile(lambda row: drawn[row] != FAILED, ahead))
+            outcome = [scored.get(row, drawn[row]) for row in finite]
+            guesses = sequence.take_guesses()
+            yield sequence, outcome_of(guesses, outcome) if outcome else Internal(NOT_FINITE)
 
 
 def _mark_end() -> torch.cuda.Event:

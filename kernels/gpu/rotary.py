@@ -72,15 +72,17 @@ def rotate_and_store(
     shape: HeadShape,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
+    *,
+    in_place: bool = True,
 ) -> None:
     """Settles, norms and rotates queries and keys in place, settles values in place, and stores
     keys and values in kv_layer [page, 2, token, kv_head, dim]. Where it has codes, they become
-    what these stand for.
+    what these stand for. Not `in_place`: only stores.
 
     A pair of neighbouring dimensions is one complex number. cos_sin [positions, dim], float32,
     holds a position's cosines, one per pair, then its sines. slots [T] are page * page_size +
-    offset; a token with a negative slot is rotated but not stored; its position must still be
-    in cos_sin. The norms' weights are [dim]; both or neither are given.
+    offset; a token with a negative slot is not stored, and may have a negative position. The norms'
+    weights are [dim]; both or neither are given.
     """
     qkv, squares, bias = projected.qkv, projected.squares, projected.bias
     tokens, dim = len(qkv), shape.head_dim
@@ -89,7 +91,8 @@ def rotate_and_store(
     # Rows whose size is still to be applied are of a larger step.
     block_heads = 1 if tokens <= FEW_TOKENS and squares is None else 8
     block_dim = triton.next_power_of_2(dim)
-    _rotate_and_store[(tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
+    first = 0 if in_place else heads
+    _rotate_and_store[(tokens, triton.cdiv(heads + 2 * kv_heads - first, block_heads))](
         qkv,
         qkv if squares is None else squares,
         qkv if bias is None else bias,
@@ -109,6 +112,7 @@ def rotate_and_store(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        FIRST=first,
         INPUTS=projected.source.x.shape[1] if projected.source else 1,
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
@@ -328,6 +332,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    FIRST: tl.constexpr,
     INPUTS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -338,7 +343,7 @@ def _rotate_and_store(
     CODED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head = FIRST + tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_DIM)
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     in_dim = dim < DIM
@@ -359,11 +364,11 @@ def _rotate_and_store(
             tl.where(is_query[:, None], query_norm[1], key_norm[1]),
         )
     if ROTATES:
-        turn = load_turn(cos_sin_pointer, tl.load(positions_pointer + token), dim, DIM)
+        position = tl.maximum(tl.load(positions_pointer + token), 0)
+        turn = load_turn(cos_sin_pointer, position, dim, DIM)
     turned, settled = prepare_heads(
         raw, size, bias, norm, turn, head_epsilon, DIM, BLOCK_DIM, SCALED, BIAS, NORMS, ROTATES
     )
-    tl.debug_barrier()  # Partners are read before they are replaced.
     stored = tl.where(is_value[:, None], settled, turned)
     changed = inside if SCALED or BIAS or CODED else inside & ~is_value[:, None]
     if CODED:
@@ -372,7 +377,9 @@ def _rotate_and_store(
         # Long chunks are attended without their pages.
         decoded = decode(codes, scales[:, None], stored.dtype)
         stored = tl.where(is_query[:, None], stored, decoded)
-    tl.store(new + within, stored, mask=changed)
+    if FIRST == 0:
+        tl.debug_barrier()  # Partners are read before they are replaced.
+        tl.store(new + within, stored, mask=changed)
 
     slot = tl.load(slots_pointer + token).to(tl.int64)
     if slot >= 0:

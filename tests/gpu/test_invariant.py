@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from pools import CUDA
+from random_shapes import CONTEXT, SHAPES, VOCABULARY
 from torch import Tensor
 
 from baton.core.types import AttemptKey, Sampling, Work
@@ -26,7 +27,7 @@ from baton.engine.model_choice import KvDtype, WeightQuantization, stored_shape
 from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
-from baton.engine.step import Plan
+from baton.engine.step import Checked, Plan, token_and_logprobs
 from baton.engine.weights import load_model
 from baton.kernels.fp8 import quantize_to_fp8
 from baton.kernels.gpu.fp8_rows import library_product
@@ -35,58 +36,9 @@ from baton.kernels.gpu.norm import scale_rows
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
-CONTEXT, BATCH, VOCABULARY, TOKENS = 4096, 256, 4000, 80_000
+BATCH, TOKENS = 256, 80_000
 LENGTHS = (1, 5, 31, 63, 64, 65, 127, 200, 255, 256, 257, 300, 513, 700, 1030, 2100)
 ANSWER = 4
-SMALL = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
-SHAPES = {
-    "small": SMALL,
-    "llama-8b": SMALL
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "qwen2": SMALL | {"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14,
-                      "num_key_value_heads": 2, "intermediate_size": 4864},
-    "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 128},
-    "mistral": SMALL | {"model_type": "mistral", "head_dim": 64, "sliding_window": 300},
-    "granite": SMALL | {"model_type": "granite", "residual_multiplier": 0.22, "logits_scaling": 6.0,
-                        "embedding_multiplier": 12.0, "attention_multiplier": 0.02},
-    "olmo2": SMALL | {"model_type": "olmo2"},
-    "phi3": SMALL | {"model_type": "phi3", "partial_rotary_factor": 0.75},
-    "gemma2": SMALL | {"model_type": "gemma2", "head_dim": 256, "sliding_window": 300},
-    "gemma3": SMALL | {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 300,
-                       "sliding_window_pattern": 2},
-    "qwen3-moe": SMALL | {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128,
-                          "num_experts_per_tok": 8, "moe_intermediate_size": 192,
-                          "norm_topk_prob": True},
-    "deepseek-v2": SMALL | {"model_type": "deepseek_v2", "num_attention_heads": 16,
-                            "hidden_size": 512, "q_lora_rank": None, "num_experts_per_tok": 6,
-                            "moe_intermediate_size": 192, "first_k_dense_replace": 1},
-    "deepseek-v3": SMALL | {"model_type": "deepseek_v3", "num_attention_heads": 32,
-                            "hidden_size": 512, "q_lora_rank": 384, "n_routed_experts": 32,
-                            "num_experts_per_tok": 4, "moe_intermediate_size": 192,
-                            "first_k_dense_replace": 1},
-    "dots1": SMALL | {"model_type": "dots1", "head_dim": 64, "n_routed_experts": 24,
-                      "num_experts_per_tok": 4, "moe_intermediate_size": 384, "n_group": 4,
-                      "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1},
-    "gpt-oss": SMALL | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 16,
-                        "num_experts_per_tok": 4, "intermediate_size": 288,
-                        "num_attention_heads": 24},
-}  # fmt: skip
 
 
 def model_of(
@@ -132,16 +84,19 @@ class Engine:
         self.kv = torch.zeros(size, dtype=stored, device="cuda")
         self.pool = make_pool(pages, page_size, slices.windows)
         self.runner = GpuRunner(
-            model, self.kv, CONTEXT, BATCH, None, Numerics.INVARIANT, chunk_tokens
+            model, self.kv, CONTEXT, BATCH, None, Numerics.INVARIANT, chunk_tokens, guesses=True
         )
         self.runner.record()
         self.logits: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        self.answers: dict[int, list[int]] = {}  # by prompt
+        self.guesses = False  # whether they are guessed
         sampler = self.runner._sampler
         sample = sampler.sample
 
         def keep(logits: Tensor, sequences: list[Sequence]) -> Tensor:
             for row, each in zip(logits.clone(), sequences, strict=True):
-                self.logits[int(each.work.key.request_id), len(each.tokens)].append(row)
+                place = len(each.tokens) + each.expected
+                self.logits[int(each.work.key.request_id), place].append(row)
             return sample(logits, sequences)
 
         sampler.sample = keep  # type: ignore[method-assign]
@@ -155,9 +110,18 @@ class Engine:
         return Sequence(work, lease)
 
     def step(self, plan: Plan) -> None:
-        for sequence, token in zip(plan, self.runner.launch(plan).wait(), strict=True):
-            if isinstance(token, int):
-                sequence.append(token)
+        for sequence, outcome in zip(plan, self.runner.launch(plan).wait(), strict=True):
+            if isinstance(outcome, Checked):
+                assert len(outcome.drawn) == 1 + outcome.guesses
+                sequence.append(*(token_and_logprobs(drawn)[0] for drawn in outcome.drawn))
+            if isinstance(outcome, int):
+                sequence.append(outcome)
+
+    def guess(self, sequences: list[Sequence]) -> None:
+        for each in sequences:
+            if self.guesses and each.uncomputed == 1 and each.generated:
+                answer = self.answers[int(each.work.key.request_id)]
+                each.guesses = answer[each.generated : ANSWER - 1]
 
     def finish(self, sequences: list[Sequence], chunk: int = CONTEXT, budget: int = 8192) -> None:
         """Prompts in chunks of this size, several in a step; answers as they become ready."""
@@ -166,6 +130,7 @@ class Engine:
             for each in left:
                 if count := min(chunk, each.uncomputed, budget - sum(plan.values())):
                     plan[each] = count
+            self.guess(left)
             self.step(plan)
 
 
@@ -221,6 +186,18 @@ def at_once(copies: int, chunk: int = CONTEXT) -> Case:
     return run
 
 
+def with_guesses(copies: int, chunk: int = CONTEXT) -> Case:
+    """All of them right: what comes behind a wrong one is of another text."""
+
+    def run(engine: Engine) -> list[Sequence]:
+        engine.guesses = True
+        sequences = at_once(copies, chunk)(engine)
+        engine.guesses = False
+        return sequences
+
+    return run
+
+
 CASES = {
     **{f"chunks of {size}": in_chunks(size) for size in (1, 7, 16, 33, 64, 100, 256, 520, 600)},
     "all at once": at_once(0),
@@ -228,6 +205,9 @@ CASES = {
     "70 at once": at_once(5),
     "136 at once": at_once(10),
     "256 at once": at_once(20),
+    "guesses, beside chunks of 50": with_guesses(0, 50),
+    "70 with guesses": with_guesses(5),
+    "136 with guesses": with_guesses(10),
 }
 
 
@@ -255,6 +235,9 @@ def test_bits_do_not_depend_on_company(
     for each in sequences:
         engine.finish([each])
     wanted = {place: rows[0] for place, rows in engine.logits.items()}
+    engine.answers = {
+        int(each.work.key.request_id): each.tokens[each.prompt_length :] for each in sequences
+    }
     memory = kept(engine, sequences)
     assert all(rows.isfinite().all() for rows in wanted.values())
     wrong: dict[str, list[str]] = {}

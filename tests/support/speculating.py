@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 from tiny_models import VOCABULARY
 
@@ -14,8 +15,8 @@ from baton.decode_worker.speculation import Speculation, covered
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import Checked, Plan, token_and_logprobs
-from baton.worker.step_pipeline import launch
+from baton.engine.step import Plan, token_and_logprobs
+from baton.worker.step_pipeline import Settled, StepPipeline
 
 ANSWER = 30
 KEY = AttemptKey("", 0)
@@ -31,14 +32,16 @@ SAMPLINGS = [
 ]
 
 
-def works(samplings: list[Sampling], stops: frozenset[int] = frozenset()) -> list[Work]:
+def works(
+    samplings: list[Sampling], stops: frozenset[int] = frozenset(), answer: int = ANSWER
+) -> list[Work]:
     draw = random.Random(1)
     return [
         Work(
             KEY,
             [draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 6, 23, 60)))],
             sampling,
-            ANSWER,
+            answer,
             stops,
             logprobs=number % 3 if number % 2 else None,
         )
@@ -66,7 +69,12 @@ class Knowing(Speculation):
         self._vocabulary = vocabulary
         self._draw = random.Random(7)
 
+    def waits(self, plan: Plan, most_rows: int) -> bool:
+        return any(each.expected for each in plan) and self._draw.random() < 0.7
+
     def guess(self, plan: Plan, most_rows: int, pool: PagePool, pages: int) -> None:
+        if any(each.expected for each in plan):
+            return
         for sequence in plan:
             if sequence.uncomputed > 1:
                 continue
@@ -101,6 +109,10 @@ class Loop:
         self.engine = engine
         self.scheduler = DecodeScheduler(engine.pool, max_batch, chunk_tokens, speculation)
         self.guesses = self.accepted = self.most_guesses = self.preempted = 0
+        self._pipeline = StepPipeline(engine, Mock(), Mock())
+        if speculation:
+            self._pipeline.on_step = speculation.note_step
+        self._ended: set[Sequence] = set()
         self._logprobs: dict[Sequence, list[Logprobs | None]] = {}
 
     def answer(self, works: list[Work]) -> Answers:
@@ -127,23 +139,25 @@ class Loop:
 
     def step(self) -> bool:
         plan = self.scheduler.next()
-        if not plan:
+        if not plan and not self._pipeline.any:
             return False
         self.preempted += bool(self.scheduler._preempted)
         self.most_guesses = max(self.most_guesses, sum(len(each.guesses) for each in plan))
-        for sequence, outcome in zip(plan, launch(self.engine, plan).wait(), strict=True):
-            assert not isinstance(outcome, BaseException), outcome
-            if outcome is None:
-                sequence.settle(sequence.computed)
-                continue
-            if isinstance(outcome, Checked):
-                self.guesses += outcome.guesses
-                self.accepted += len(outcome.drawn) - 1
-            drawn = outcome.drawn if isinstance(outcome, Checked) else [outcome]
-            tokens, logprobs = zip(*map(token_and_logprobs, drawn), strict=True)
-            self._logprobs[sequence] += logprobs
-            finish = sequence.append(*tokens)
-            sequence.settle(sequence.computed)
-            if finish:
-                self.scheduler.remove(sequence)
+        for settled in self._pipeline.advance(plan):
+            if settled.sequence not in self._ended:
+                self._commit(settled)
         return True
+
+    def _commit(self, settled: Settled) -> None:
+        sequence = settled.sequence
+        assert settled.error is None
+        if settled.guesses:
+            self.guesses += settled.guesses
+            self.accepted += len(settled.drawn) - 1
+        drawn = list(map(token_and_logprobs, settled.drawn))
+        self._logprobs[sequence] += [logprobs for _, logprobs in drawn]
+        finish = sequence.append(*(token for token, _ in drawn)) if drawn else None
+        sequence.settle(settled.computed)
+        if finish:
+            self.scheduler.remove(sequence)
+            self._ended.add(sequence)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gpu_ranks import gpu_runner, two_ranks
+from gpu_ranks import engine_of, gpu_runner, two_ranks
+from speculating import WARM, Knowing, Loop, works
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
 from baton.core.page_reach import Window
@@ -137,7 +139,9 @@ def test_a_step_of_a_gpu_reads_back_as_it_was_sent() -> None:
     adapters = np.array([2, -1, 0], dtype=np.int32)
     long = [LongChunk(0, 600, 512, 3), LongChunk(600, 513, 0, 4)]
     sent = StepMessage(
-        StepArrays(np.stack(rows), blocks=blocks, long=long, decoding=1, adapters=adapters),
+        StepArrays(
+            np.stack(rows), blocks=blocks, long=long, decoding=1, guesses=True, adapters=adapters
+        ),
         pages=np.array([[7, 8], [9, 10]], dtype=np.int32),
         wanted=np.array([2], dtype=np.int32),
     )
@@ -260,3 +264,22 @@ def test_a_gpu_gives_back_pages_that_windows_have_passed(
     wanted = [generate_with_transformers(oracle, prompt, 3) for prompt in prompts]
     runner, samplings = runner_for(tmp_path, device, pages), [Sampling()] * 2
     assert answers(runner, prompts, samplings, 3, 9, windows, pages) == wanted
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "deepseek-v2-lite"])
+def test_guesses_on_a_gpu_change_no_answer(name: str, device: torch.device, tmp_path: Path) -> None:
+    """In steps of few rows and of many, beside prompts, and one step ahead."""
+    save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path)
+    engine = engine_of(
+        gpu_runner(tmp_path, str(device), PAGES, PAGE_SIZE), tmp_path, PAGES, PAGE_SIZE
+    )
+    asked = works([Sampling(), WARM], answer=4)
+    asked = [replace(each, prompt_tokens=each.prompt_tokens[:9]) for each in asked]
+    plain = Loop(engine).answer(asked)
+    guessing = Loop(engine, Knowing(plain, 0.2, VOCABULARY), max_batch=8)
+    for alone, together in zip(plain, guessing.answer(asked), strict=True):
+        assert together.tokens == alone.tokens
+        # Interpreted products are the CPU's, whose last bits depend on the number of rows.
+        for one, other in zip(alone.logprobs, together.logprobs, strict=True):
+            assert one == other or one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert guessing.accepted

@@ -1,0 +1,64 @@
+"""The rows of a step that reach the end of the model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.logprobs import PromptRow, prompt_rows
+from baton.engine.sequence import Sequence
+from baton.engine.step import Plan, with_guesses
+
+Ints = npt.NDArray[np.int32]
+
+Drawing = dict[Sequence, list[Sequence]]
+"""Sequences that sample, each as it is before each of its tokens."""
+
+
+class WantedRows(NamedTuple):
+    """Rows that sample, those of prompts that are scored, and others of embeddings."""
+
+    samples: Ints
+    drawing: Drawing
+    sequences: list[Sequence]  # of those that sample
+    prompts: list[PromptRow]
+    pooled: list[PromptRow]
+
+    @classmethod
+    def of(cls, plan: Plan) -> WantedRows:
+        """The plan is in the order of its rows."""
+        drawing = {
+            sequence: [sequence.ahead(place) for place in range(sequence.draws(count))]
+            for sequence, count in plan.items()
+            if sequence.samples(count)
+        }
+        sequences = [row for ahead in drawing.values() for row in ahead]
+        others = prompt_rows(plan)
+        pooled = [row for row in others if row.sequence.pooled is not None]
+        scored = [row for row in others if row.sequence.pooled is None]
+        return cls(_sampled_rows(plan), drawing, sequences, scored, pooled)
+
+    @property
+    def all(self) -> Ints:
+        if not (self.prompts or self.pooled):
+            return self.samples
+        others = np.array([each.row for each in (*self.prompts, *self.pooled)], dtype=np.int32)
+        return np.concatenate((self.samples, others))
+
+    @property
+    def owners(self) -> list[Sequence]:
+        """The sequence of each."""
+        return self.sequences + [each.sequence for each in (*self.prompts, *self.pooled)]
+
+
+def _sampled_rows(plan: Plan) -> Ints:
+    """The last row of each sequence that samples, and those of its guesses."""
+    ends = np.cumsum(list(with_guesses(plan).values()))
+    drawn = [sequence.draws(count) for sequence, count in plan.items()]
+    if max(drawn) <= 1:
+        sampled: Ints = ends[np.array(drawn, dtype=bool)].astype(np.int32) - 1
+        return sampled
+    rows = [np.arange(end - draws, end) for end, draws in zip(ends, drawn, strict=True)]
+    return np.concatenate(rows).astype(np.int32)
