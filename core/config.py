@@ -137,7 +137,7 @@ class Config:
         "off",
         "Guess tokens that a step then checks, as long as that is predicted to be faster: ngram"
         " guesses what followed the same tokens before, in prompt or answer; draft has a smaller"
-        " model guess too (`draft_model`). No answer changes. Not on a GPU yet.",
+        " model guess too (`draft_model`). No answer changes. On a GPU not draft yet.",
         "--speculation",
     )
     draft_model: str = key(

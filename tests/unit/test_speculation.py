@@ -19,7 +19,8 @@ from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, sav
 from baton.core.config import Config
 from baton.core.errors import InvalidConfig, InvalidGrammar
 from baton.core.types import AttemptKey, Sampling, Structure, Work
-from baton.decode_worker.speculation import Speculation
+from baton.decode_worker.decode_scheduler import DecodeScheduler
+from baton.decode_worker.speculation import MOST_FOLLOWED, Speculation
 from baton.engine.acceptance import Acceptance
 from baton.engine.engine import Engine
 from baton.engine.model_choice import WeightQuantization
@@ -201,8 +202,8 @@ def test_guesses_wait_for_no_grammar_and_leave_its_error_to_the_step(tmp_path: P
     assert guide.look_ahead([1, 2]) == []
 
 
-def test_a_gpu_refuses_guesses_by_name() -> None:
-    config = Config(speculation="ngram", device="cuda")
+def test_a_gpu_refuses_drafts_by_name() -> None:
+    config = Config(speculation="draft", draft_model="small", device="cuda")
     unused = Mock()
     with pytest.raises(InvalidConfig, match="CPUs only") as refused:
         Backend(config, "", unused, unused, unused, unused, unused, progress=unused, on_lost=unused)
@@ -352,3 +353,52 @@ def test_what_earlier_sequences_guessed_wrong_is_not_tried_again() -> None:
         tokens.append(token)
         lookup.follow()
     assert next(lookup_of([1, 2, 3, 1, 2], seen).chances(1)) < before / 2
+
+
+def running_ahead(seconds: float) -> Speculation:
+    """Steps of 10 ms, and some `seconds` more where the device waits."""
+    speculation = Speculation(runs_ahead=True)
+    draw = random.Random(0)
+    for _ in range(200):
+        rows, waited = draw.choice((1, 2, 8)), draw.random() < 0.5
+        speculation.note_step(rows, 0.01 + 1e-5 * rows + seconds * waited, waited)
+    return speculation
+
+
+def test_a_step_waits_for_tokens_where_guesses_bring_more_than_the_wait_costs() -> None:
+    pool = PagePool(100, 4)
+    (sequence,) = repeating(pool, 1)
+    sequence.expected, sequence.computed = 1, sequence.computed + 1
+    quick, slow = running_ahead(0.0005), running_ahead(0.2)
+    assert quick.waits({sequence: 1}, 64)
+    assert not slow.waits({sequence: 1}, 64)
+    quick.guess({sequence: 1}, 64, pool, 64)
+    assert not sequence.guesses, "its last token is not known"
+    sequence.expected, sequence.computed = 0, sequence.computed - 1
+    assert not quick.waits({sequence: 1}, 64)
+    slow.guess({sequence: 1}, 64, pool, 64)
+    assert not sequence.guesses
+    quick.guess({sequence: 1}, 64, pool, 64)
+    assert sequence.guesses
+
+
+def test_nothing_is_looked_up_ahead_of_many_requests() -> None:
+    sequences = repeating(PagePool(1000, 4), MOST_FOLLOWED + 1)
+    for each in sequences:
+        each.expected, each.computed = 1, each.computed + 1
+    assert not running_ahead(0.0).waits(dict.fromkeys(sequences, 1), 64)
+    assert running_ahead(0.0).waits(dict.fromkeys(sequences[1:], 1), 64)
+    assert sequences[0].lookup is None
+
+
+def test_all_requests_wait_for_guesses_in_flight() -> None:
+    pool = PagePool(100, 4)
+    scheduler = DecodeScheduler(pool, 8, 64, running_ahead(0.0))
+    first, second = repeating(pool, 2)
+    scheduler._running += [first, second]
+    assert scheduler.next() == {first: 1, second: 1}
+    assert first.guesses
+    for each in (first, second):
+        each.launched(1)
+    second.guesses = []
+    assert scheduler.next() == {}
