@@ -32,7 +32,7 @@ INPUT_ROWS = 3
 class StepArrays:
     rows: Ints  # [3 + slices, T]: tokens (-1: the one the step before sampled for this slot),
     # slots of the page table, positions, and the stores of each slice (page * page_size + offset)
-    blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py
+    blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py and guess_attention.py
     long: list[LongChunk]
     decoding: int  # rows that are the one new token of their sequence, or one of its guesses
     guesses: bool = False  # whether these have several rows of one sequence
@@ -95,6 +95,7 @@ class Limits:
     long_chunks: bool  # whether long chunks are attended one by one
     slices: int
     recorded: int  # rows of the largest recorded step over prompts
+    together: int = 1  # rows of a sequence with guesses that are attended together
 
 
 def step_arrays(
@@ -111,10 +112,13 @@ def step_arrays(
     positions += np.arange(len(positions), dtype=np.int32)
     blocks: list[tuple[int, int, int, int]] = []
     long: list[LongChunk] = []
+    guesses = decoding > len(plan)
     rows = zip(chunks.items(), slots, firsts, strict=True)
-    for (sequence, count), slot, first in islice(rows, decoding, None):
+    for (sequence, count), slot, first in islice(rows, 0 if guesses else decoding, None):
         start = sequence.computed
-        if limits.long_chunks and is_long(count, start, page_size, limits.recorded):
+        if guesses:
+            blocks += _blocks(int(first), start, count, slot, limits.together)
+        elif limits.long_chunks and is_long(count, start, page_size, limits.recorded):
             long.append(LongChunk(int(first), count, start, slot))
         else:
             blocks += _blocks(int(first), start, count, slot)
@@ -132,7 +136,7 @@ def step_arrays(
         blocks=np.asarray(blocks, dtype=np.int32).reshape(-1, 4),
         long=long,
         decoding=decoding,
-        guesses=decoding > len(plan),
+        guesses=guesses,
         adapters=adapters,
     )
 
@@ -165,11 +169,13 @@ def _pages(sequence: Sequence, count: int, number: int, page_size: int) -> Ints:
     return held[np.arange(start, start + count) // page_size]
 
 
-def _blocks(first: int, start: int, count: int, slot: int) -> list[tuple[int, int, int, int]]:
-    """The last block first: it sees the most."""
+def _blocks(
+    first: int, start: int, count: int, slot: int, size: int = BLOCK_QUERIES
+) -> list[tuple[int, int, int, int]]:
+    """Of `size` rows each; the last block first: it sees the most."""
     return [
-        (first + offset, start + offset, min(BLOCK_QUERIES, count - offset), slot)
-        for offset in reversed(range(0, count, BLOCK_QUERIES))
+        (first + offset, start + offset, min(size, count - offset), slot)
+        for offset in reversed(range(0, count, size))
     ]
 
 

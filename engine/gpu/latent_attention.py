@@ -75,7 +75,9 @@ class LatentAttention:
 
         return attend
 
-    def of_guesses(self, slots: Tensor, positions: Tensor, stores: Tensor) -> Attend:
+    def of_guesses(
+        self, slots: Tensor, positions: Tensor, stores: Tensor, blocks: Tensor
+    ) -> Attend:
         """The same: latents of all rows are stored before the first is attended."""
         return self.of_decoding(slots, positions)
 

@@ -16,6 +16,7 @@ from baton.engine.rope import Rope
 from baton.engine.rotations import Rotation
 from baton.kernels.gpu.chunk_attention import chunk_attention
 from baton.kernels.gpu.decode_attention import decode_attention
+from baton.kernels.gpu.guess_attention import guess_attention
 from baton.kernels.gpu.rotary import LOG2_E, HeadShape, Projected, rotate_and_store
 from baton.kernels.gpu.splits import SplitWorkspace
 
@@ -55,13 +56,23 @@ class PagedAttention:
 
         return attend
 
-    def of_guesses(self, slots: Tensor, positions: Tensor, stores: Tensor) -> Attend:
-        """As of_decoding, for rows of which several may be of one sequence, and see each other:
-        stores [slices, T]."""
+    def of_guesses(
+        self, slots: Tensor, positions: Tensor, stores: Tensor, blocks: Tensor
+    ) -> Attend:
+        """For decoding sequences with guesses, whose rows see each other: stores [slices, T],
+        blocks [n, 4]."""
 
         def attend(layer: int, projected: Projected) -> Tensor:
-            self._store(layer, projected, positions, stores, in_place=False)
-            return self._decode(layer, projected, slots, positions)
+            self._store(layer, projected, positions, stores)
+            return guess_attention(
+                projected.qkv,
+                blocks,
+                self._tables[layer],
+                self._layers[layer],
+                self._shapes[layer],
+                self._workspace,
+                self._room(projected.qkv),
+            )
 
         return attend
 
@@ -153,15 +164,7 @@ class PagedAttention:
             qkv, blocks, self._tables[layer], self._layers[layer], self._shapes[layer], out
         )
 
-    def _store(
-        self,
-        layer: int,
-        projected: Projected,
-        positions: Tensor,
-        stores: Tensor,
-        *,
-        in_place: bool = True,
-    ) -> None:
+    def _store(self, layer: int, projected: Projected, positions: Tensor, stores: Tensor) -> None:
         layer_kv, shape = self._layers[layer], self._shapes[layer]
         rotate_and_store(
             projected,
@@ -171,7 +174,6 @@ class PagedAttention:
             layer_kv,
             shape,
             *self._norms(layer),
-            in_place=in_place,
         )
 
     def _norms(self, layer: int) -> tuple[Tensor | None, Tensor | None]:

@@ -55,6 +55,7 @@ from baton.engine.step import Plan, check_plan, in_row_order, with_guesses
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 from baton.kernels.gpu.compile import compiling
+from baton.kernels.gpu.guess_attention import rows_together
 from baton.kernels.gpu.tokens import begin, remember
 
 SLOTS = 1024
@@ -113,6 +114,7 @@ class GpuRunner:
             long_chunks=supports(shape, model.embedding.dtype, kv.device, numerics),
             slices=len(shape.slices.windows),
             recorded=recorded[-1],
+            together=rows_together(shape.heads, shape.kv_heads, model.embedding.dtype, kv.dtype),
         )
         self._row_inputs = INPUT_ROWS + self._limits.slices
         pages = -(-context // self._limits.page_size)
@@ -160,16 +162,24 @@ class GpuRunner:
             return
         padding, slices = self._slots.padding, self._limits.slices
         # The largest first: the smaller ones reuse its memory.
-        steps = [
-            (StepArrays.idle(rows, 0, padding, slices, decodes=True), recording)
-            for each in self._recordings.values()
-            for kind in (each.decode, *([each.guess] if self._guesses else []))
-            for rows, recording in reversed(kind.items())
-        ] + [
-            (StepArrays.idle(rows, _blocks_of(rows), padding, slices, decodes=False), recording)
-            for each in self._recordings.values()
-            for rows, recording in reversed(each.prompt.items())
-        ]
+        steps = (
+            [
+                (StepArrays.idle(rows, 0, padding, slices, decodes=True), recording)
+                for each in self._recordings.values()
+                for rows, recording in reversed(each.decode.items())
+            ]
+            + [
+                (StepArrays.idle(rows, rows, padding, slices, decodes=True), recording)
+                for each in self._recordings.values()
+                if self._guesses
+                for rows, recording in reversed(each.guess.items())
+            ]
+            + [
+                (StepArrays.idle(rows, _blocks_of(rows), padding, slices, decodes=False), recording)
+                for each in self._recordings.values()
+                for rows, recording in reversed(each.prompt.items())
+            ]
+        )
         recorder = graphs.Recorder()
         for done, (idle, recording) in enumerate(steps):
             upload_into(self._inputs, idle.joined())
@@ -253,7 +263,8 @@ class GpuRunner:
         kinds = self._recordings_for(arrays)
         recordings = kinds.guess if arrays.guesses else kinds.decode
         size = next(size for size in recordings if size >= count)
-        self._fill(arrays.padded(size, 0, self._slots.padding), pages)
+        blocks = size if arrays.guesses else 0
+        self._fill(arrays.padded(size, blocks, self._slots.padding), pages)
         return recordings[size].replay()[:count]
 
     def _normed(self, arrays: StepArrays, pages: Tensor, wanted: Ints) -> Tensor:
@@ -334,9 +345,12 @@ class GpuRunner:
         return self._body(rows, self._attention.of_decoding(slots, positions), adapters)
 
     def _guess_body(self, rows: int, adapters: StepAdapters | None) -> Callable[[], Tensor]:
-        inputs = self._inputs[: self._row_inputs * rows].view(-1, rows)
+        end = self._row_inputs * rows
+        inputs = self._inputs[:end].view(-1, rows)
         (_, slots, positions), stores = inputs[:INPUT_ROWS], inputs[INPUT_ROWS:]
-        return self._body(rows, self._attention.of_guesses(slots, positions, stores), adapters)
+        blocks = self._inputs[end : end + 4 * rows].view(-1, 4)
+        attend = self._attention.of_guesses(slots, positions, stores, blocks)
+        return self._body(rows, attend, adapters)
 
     def _body(
         self, rows: int, attend: Attend, adapters: StepAdapters | None

@@ -147,6 +147,74 @@ def _store(pointer, head, dim, DIM: tl.constexpr, CODED: tl.constexpr):
         tl.store(pointer + dim[None, :], head, mask=inside)
 
 
+@triton.jit
+def attend_program(
+    query, earliest, position, first, begin, end, program, mine, place, at_split, in_rows, out,
+    in_group, sinks_at, kv_pointer, table, value_offset, page_stride, inside, in_dim, scale_place,
+    sums_pointer, weights_pointer, dim, scale, bend, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TOKEN: tl.constexpr, CODED: tl.constexpr, ALONE: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Attends the tokens from `begin` to `end`, whole splits of them, and leaves what was found in
+    `out` or in the workspace.
+
+    query [BLOCK_G, BLOCK_D], of which the rows `in_rows` [BLOCK_G] count; a row sees the tokens
+    from `earliest` to `position`, both [BLOCK_G, 1] or one number for all. No row sees any before
+    `first`. `place` [BLOCK_G]: of a row's first split in the workspace; `at_split`: of split 0.
+    """
+    highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_G], dtype=tl.float32)
+    sums = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    # Two loops: with a branch in one, its loads would not run ahead.
+    if program == 0:
+        all_highest, all_total, all_sums = highest, total, sums
+        if SINKS:
+            all_highest = tl.load(sinks_at, mask=in_rows, other=0.0)
+            all_total += 1.0
+        for tile in range(begin, end, TILE):
+            keys, values, token = load_tile(
+                kv_pointer, table, value_offset, page_stride, tile, first, end, inside, in_dim,
+                scale_place, TILE, PAGE_SIZE, TOKEN, CODED, query.dtype,
+            )  # fmt: skip
+            seen = (token[None, :] >= earliest) & (token[None, :] <= position)
+            highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
+            highest, total, sums = attend(
+                highest, total, sums, query, keys, values, seen, scale, bend,
+                BLOCK_G, TILE, CAPPED)  # fmt: skip
+            if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
+                all_highest, all_total, all_sums = merge(
+                    all_highest, all_total, all_sums, highest, total, sums
+                )
+        if ALONE:
+            result = all_sums * (1.0 / all_total)[:, None]
+            tl.store(out, result.to(query.dtype), mask=in_group)
+        else:
+            # What it has merged, in place of its last split.
+            last = place + mine - 1
+            sums_at = sums_pointer + last[:, None] * DIM + dim[None, :]
+            tl.store(sums_at, all_sums, mask=in_group)
+            tl.store(weights_pointer + 2 * last, all_highest, mask=in_rows)
+            tl.store(weights_pointer + 2 * last + 1, all_total, mask=in_rows)
+    else:
+        for tile in range(begin, end, TILE):
+            keys, values, token = load_tile(
+                kv_pointer, table, value_offset, page_stride, tile, first, end, inside, in_dim,
+                scale_place, TILE, PAGE_SIZE, TOKEN, CODED, query.dtype,
+            )  # fmt: skip
+            seen = (token[None, :] >= earliest) & (token[None, :] <= position)
+            highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
+            highest, total, sums = attend(
+                highest, total, sums, query, keys, values, seen, scale, bend,
+                BLOCK_G, TILE, CAPPED)  # fmt: skip
+            if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
+                there = at_split + tile // SPLIT
+                sums_at = sums_pointer + there[:, None] * DIM + dim[None, :]
+                tl.store(sums_at, sums, mask=in_group)
+                tl.store(weights_pointer + 2 * there, highest, mask=in_rows)
+                tl.store(weights_pointer + 2 * there + 1, total, mask=in_rows)
+
+
 @triton.jit(
     do_not_specialize=["splits"],
     do_not_specialize_on_alignment=["squares_pointer", "rows_pointer", "positions_pointer"],
@@ -247,60 +315,14 @@ def _decode(
         )  # fmt: skip
         inside, scale_place = head * HEAD + dim, head * HEAD + DIM
         out = out_pointer + sequence.to(tl.int64) * (HEADS * DIM) + at
-        highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK_G], dtype=tl.float32)
-        sums = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
         before = first // SPLIT
         begin = (before + program * mine) * SPLIT
         end = tl.minimum((before + (program + 1) * mine) * SPLIT, position + 1)
         place = (sequence * HEADS + head * GROUP + member).to(tl.int64) * splits - before
-        # Two loops: with a branch in one, its loads would not run ahead.
-        if program == 0:
-            all_highest, all_total, all_sums = highest, total, sums
-            if SINKS:
-                sinks_at = sinks_pointer + head * GROUP + member
-                all_highest = tl.load(sinks_at, mask=member < GROUP, other=0.0)
-                all_total += 1.0
-            for tile in range(begin, end, TILE):
-                keys, values, token = load_tile(
-                    kv_pointer, table, value_offset, page_stride, tile,
-                    first, position + 1, inside, in_dim, scale_place, TILE, PAGE_SIZE,
-                    KV_HEADS * HEAD, CODED, query.dtype,
-                )  # fmt: skip
-                seen = ((token >= first) & (token <= position))[None, :]
-                highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
-                highest, total, sums = attend(
-                    highest, total, sums, query, keys, values, seen, scale, bend,
-                    BLOCK_G, TILE, CAPPED)  # fmt: skip
-                if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
-                    all_highest, all_total, all_sums = merge(
-                        all_highest, all_total, all_sums, highest, total, sums
-                    )
-            if ALONE:
-                result = all_sums * (1.0 / all_total)[:, None]
-                tl.store(out, result.to(query.dtype), mask=in_group)
-            else:
-                # What it has merged, in place of its last split.
-                last = place + before + mine - 1
-                sums_at = sums_pointer + last[:, None] * DIM + dim[None, :]
-                tl.store(sums_at, all_sums, mask=in_group)
-                tl.store(weights_pointer + 2 * last, all_highest, mask=member < GROUP)
-                tl.store(weights_pointer + 2 * last + 1, all_total, mask=member < GROUP)
-        else:
-            for tile in range(begin, end, TILE):
-                keys, values, token = load_tile(
-                    kv_pointer, table, value_offset, page_stride, tile,
-                    first, position + 1, inside, in_dim, scale_place, TILE, PAGE_SIZE,
-                    KV_HEADS * HEAD, CODED, query.dtype,
-                )  # fmt: skip
-                seen = ((token >= first) & (token <= position))[None, :]
-                highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
-                highest, total, sums = attend(
-                    highest, total, sums, query, keys, values, seen, scale, bend,
-                    BLOCK_G, TILE, CAPPED)  # fmt: skip
-                if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
-                    at_split = place + tile // SPLIT
-                    sums_at = sums_pointer + at_split[:, None] * DIM + dim[None, :]
-                    tl.store(sums_at, sums, mask=in_group)
-                    tl.store(weights_pointer + 2 * at_split, highest, mask=member < GROUP)
-                    tl.store(weights_pointer + 2 * at_split + 1, total, mask=member < GROUP)
+        attend_program(
+            query, first, position, first, begin, end, program, mine, place + before,
+            place, member < GROUP, out, in_group, sinks_pointer + head * GROUP + member,
+            kv_pointer, table, value_offset, page_stride, inside, in_dim, scale_place,
+            sums_pointer, weights_pointer, dim, scale, bend, BLOCK_G, BLOCK_D, DIM, TILE, SPLIT,
+            PAGE_SIZE, KV_HEADS * HEAD, CODED, ALONE, CAPPED, SINKS,
+        )  # fmt: skip

@@ -72,12 +72,10 @@ def rotate_and_store(
     shape: HeadShape,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
-    *,
-    in_place: bool = True,
 ) -> None:
     """Settles, norms and rotates queries and keys in place, settles values in place, and stores
     keys and values in kv_layer [page, 2, token, kv_head, dim]. Where it has codes, they become
-    what these stand for. Not `in_place`: only stores.
+    what these stand for.
 
     A pair of neighbouring dimensions is one complex number. cos_sin [positions, dim], float32,
     holds a position's cosines, one per pair, then its sines. slots [T] are page * page_size +
@@ -91,8 +89,7 @@ def rotate_and_store(
     # Rows whose size is still to be applied are of a larger step.
     block_heads = 1 if tokens <= FEW_TOKENS and squares is None else 8
     block_dim = triton.next_power_of_2(dim)
-    first = 0 if in_place else heads
-    _rotate_and_store[(tokens, triton.cdiv(heads + 2 * kv_heads - first, block_heads))](
+    _rotate_and_store[(tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
         qkv,
         qkv if squares is None else squares,
         qkv if bias is None else bias,
@@ -112,7 +109,6 @@ def rotate_and_store(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        FIRST=first,
         INPUTS=projected.source.x.shape[1] if projected.source else 1,
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
@@ -332,7 +328,6 @@ def _rotate_and_store(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    FIRST: tl.constexpr,
     INPUTS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -343,7 +338,7 @@ def _rotate_and_store(
     CODED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = FIRST + tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_DIM)
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     in_dim = dim < DIM
@@ -369,6 +364,7 @@ def _rotate_and_store(
     turned, settled = prepare_heads(
         raw, size, bias, norm, turn, head_epsilon, DIM, BLOCK_DIM, SCALED, BIAS, NORMS, ROTATES
     )
+    tl.debug_barrier()  # Partners are read before they are replaced.
     stored = tl.where(is_value[:, None], settled, turned)
     changed = inside if SCALED or BIAS or CODED else inside & ~is_value[:, None]
     if CODED:
@@ -377,9 +373,7 @@ def _rotate_and_store(
         # Long chunks are attended without their pages.
         decoded = decode(codes, scales[:, None], stored.dtype)
         stored = tl.where(is_query[:, None], stored, decoded)
-    if FIRST == 0:
-        tl.debug_barrier()  # Partners are read before they are replaced.
-        tl.store(new + within, stored, mask=changed)
+    tl.store(new + within, stored, mask=changed)
 
     slot = tl.load(slots_pointer + token).to(tl.int64)
     if slot >= 0:

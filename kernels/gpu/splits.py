@@ -63,19 +63,25 @@ def split_rows(batch: int, context: int, heads: int, kv_heads: int) -> int:
     return max(shared, default=0) * heads * triton.cdiv(context, SPLIT)
 
 
+Extents = Tensor | tuple[Tensor, int]
+"""What programs attend: positions [B] of one row each, or blocks [n, 4] of up to so many rows (see
+kernels/gpu/guess_attention.py)."""
+
+
 def merge_splits(
-    positions: Tensor,
+    extents: Extents,
     workspace: SplitWorkspace,
     programs: int,
     heads: int,
     window: int,
     out: Tensor,
 ) -> None:
-    """What so many programs have left for each sequence -> out [B, heads * dim]."""
+    """What so many programs have left for each row -> out [B, heads * dim]."""
     dim = workspace.sums.shape[1]
     block_d = max(16, triton.next_power_of_2(dim))
-    _merge[(len(positions), heads)](
-        positions,
+    read, together = (extents, 0) if isinstance(extents, Tensor) else extents
+    _merge[(len(read) * max(together, 1), heads)](
+        read,
         workspace.sums,
         workspace.weights,
         out,
@@ -87,6 +93,7 @@ def merge_splits(
         BLOCK_D=block_d,
         SPLIT=SPLIT,
         COUNT=MERGED_TOGETHER,
+        TOGETHER=together,
         num_warps=4 if block_d <= 256 else 8,
         enable_fp_fusion=False,
     )
@@ -106,10 +113,10 @@ def _unstack(x, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["splits", "programs"], do_not_specialize_on_alignment=["positions_pointer"]
+    do_not_specialize=["splits", "programs"], do_not_specialize_on_alignment=["extents_pointer"]
 )
 def _merge(
-    positions_pointer,
+    extents_pointer,
     sums_pointer,
     weights_pointer,
     out_pointer,
@@ -121,11 +128,21 @@ def _merge(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     COUNT: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """One head of one sequence: what its first program has merged, then each further split."""
+    """One head of one row: what its first program has merged, then each further split."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    position = tl.load(positions_pointer + sequence)
-    first = tl.maximum(position - window + 1, 0) if window > 0 else 0
+    if TOGETHER == 0:
+        position = tl.load(extents_pointer + sequence)
+        earliest = position
+    else:
+        entry = extents_pointer + sequence // TOGETHER * 4
+        earliest, count = tl.load(entry + 1), tl.load(entry + 2)
+        number = sequence % TOGETHER
+        # All rows of a block have its splits; those that a row does not see have no weight.
+        position = tl.where(number < count, earliest + count - 1, -1)
+        sequence = tl.load(entry) + number
+    first = tl.maximum(earliest - window + 1, 0) if window > 0 else 0
     active = position // SPLIT - first // SPLIT + 1
     if position >= 0:
         dim = tl.arange(0, BLOCK_D)

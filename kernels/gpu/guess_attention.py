@@ -1,0 +1,164 @@
+"""Attention of a sequence's last token and its guesses over its pages.
+
+As kernels/gpu/decode_attention.py, for rows of one sequence that see each other: they are rotated
+and stored before, and those of one sequence are rows of one matrix, with their query heads, so each
+key and value is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.gpu.decode_attention import CODED_QUERIES, attend_program, tiles_ahead
+from baton.kernels.gpu.fixed_order import SPLIT, TILE, tile_of
+from baton.kernels.gpu.head_codes import is_coded
+from baton.kernels.gpu.rotary import HeadShape
+from baton.kernels.gpu.splits import SplitWorkspace, merge_splits, programs_for
+
+QUERIES = 32
+"""Query heads of a program, of all its rows; more would be no faster to read for."""
+
+FLOAT32_QUERIES = 16
+
+ROWS_OF_SEQUENCE = 4
+"""Of a step with guesses, about."""
+
+
+def rows_together(heads: int, kv_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> int:
+    """Rows of a sequence that one program attends."""
+    return max(1, _queries(dtype, kv_dtype) // (heads // kv_heads))
+
+
+def _queries(dtype: torch.dtype, kv_dtype: torch.dtype) -> int:
+    if tile_of(dtype) != TILE:
+        return FLOAT32_QUERIES
+    return CODED_QUERIES if is_coded(kv_dtype) else QUERIES
+
+
+def guess_attention(
+    qkv: Tensor,
+    blocks: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    shape: HeadShape,
+    workspace: SplitWorkspace,
+    out: Tensor,
+) -> Tensor:
+    """qkv [T, (heads + 2 * kv_heads) * dim], rotated and stored -> out [T, heads * dim].
+
+    blocks [n, 4], int32, lists up to `rows_together` neighbouring rows of one sequence each, as in
+    kernels/gpu/chunk_attention.py; the rest as in decode_attention.
+    """
+    rows, group = len(qkv), shape.heads // shape.kv_heads
+    together = rows_together(shape.heads, shape.kv_heads, qkv.dtype, kv_layer.dtype)
+    programs = programs_for(rows, shape.kv_heads)
+    if programs > 1:  # fewer sequences than rows share the chip
+        programs = programs_for(triton.cdiv(rows, ROWS_OF_SEQUENCE), shape.kv_heads)
+    tile, block_d = tile_of(qkv.dtype), max(16, triton.next_power_of_2(shape.head_dim))
+    _guess[(len(blocks), shape.kv_heads, programs)](
+        qkv,
+        blocks,
+        page_table,
+        kv_layer,
+        qkv if shape.sinks is None else shape.sinks,
+        workspace.sums,
+        workspace.weights,
+        out,
+        *shape.score_factors,
+        shape.window or 0,
+        page_table.stride(0),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        workspace.splits,
+        PAGE_SIZE=kv_layer.shape[2],
+        HEADS=shape.heads,
+        KV_HEADS=shape.kv_heads,
+        GROUP=group,
+        BLOCK_G=max(_queries(qkv.dtype, kv_layer.dtype), triton.next_power_of_2(group * together)),
+        DIM=shape.head_dim,
+        HEAD=kv_layer.shape[4],
+        BLOCK_D=block_d,
+        CODED=is_coded(kv_layer.dtype),
+        TILE=tile,
+        SPLIT=SPLIT,
+        ALONE=programs == 1,
+        CAPPED=shape.scoring.cap is not None,
+        SINKS=shape.sinks is not None,
+        num_warps=4,
+        enable_fp_fusion=False,
+        num_stages=tiles_ahead(rows // ROWS_OF_SEQUENCE, tile * block_d * qkv.itemsize),
+    )
+    if programs > 1:
+        extents = blocks, together
+        merge_splits(extents, workspace, programs, shape.heads, shape.window or 0, out)
+    return out
+
+
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["blocks_pointer"])
+def _guess(
+    qkv_pointer,
+    blocks_pointer,
+    table_pointer,
+    kv_pointer,
+    sinks_pointer,
+    sums_pointer,
+    weights_pointer,
+    out_pointer,
+    scale,
+    bend,
+    window,
+    table_stride,
+    page_stride,
+    value_offset,
+    splits,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    DIM: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CODED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ALONE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    block, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entry = blocks_pointer + block * 4
+    start, count = tl.load(entry + 1), tl.load(entry + 2)
+    last = start + count - 1
+    first = tl.maximum(start - window + 1, 0) if window > 0 else 0
+    active = last // SPLIT - first // SPLIT + 1
+    mine = active if ALONE else tl.cdiv(active, tl.num_programs(2))
+    if (count > 0) & (program * mine < active):
+        first_row = tl.load(entry).to(tl.int64)
+        table = table_pointer + tl.load(entry + 3).to(tl.int64) * table_stride
+        dim = tl.arange(0, BLOCK_D)
+        in_dim = dim < DIM
+        member = tl.arange(0, BLOCK_G)
+        row, query_head = member // GROUP, head * GROUP + member % GROUP
+        in_rows = row < count
+        in_group = in_rows[:, None] & in_dim[None, :]
+        at = (first_row + row) * ((HEADS + 2 * KV_HEADS) * DIM) + query_head * DIM
+        query = tl.load(qkv_pointer + at[:, None] + dim[None, :], mask=in_group, other=0.0)
+        position = (start + row)[:, None]
+        earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+        inside, scale_place = head * HEAD + dim, head * HEAD + DIM
+        before = first // SPLIT
+        begin = (before + program * mine) * SPLIT
+        end = tl.minimum((before + (program + 1) * mine) * SPLIT, last + 1)
+        place = ((first_row + row) * HEADS + query_head) * splits
+        out = (first_row + row)[:, None] * (HEADS * DIM) + query_head[:, None] * DIM + dim[None, :]
+        attend_program(
+            query, earliest, position, first, begin, end, program, mine, place, place - before,
+            in_rows, out_pointer + out, in_group, sinks_pointer + query_head, kv_pointer, table,
+            value_offset, page_stride, inside, in_dim, scale_place, sums_pointer, weights_pointer,
+            dim, scale, bend, BLOCK_G, BLOCK_D, DIM, TILE, SPLIT, PAGE_SIZE, KV_HEADS * HEAD,
+            CODED, ALONE, CAPPED, SINKS,
+        )  # fmt: skip
