@@ -55,13 +55,13 @@ class DecodeLoop:
     def run(self, load: Workload) -> Run:
         sequences = [self._submit(load, number) for number in range(len(load.prompts))]
         run = Run([])
-        began = time.perf_counter()
+        began = 0.0
         while (plan := self._scheduler.next()) or self._pipeline.any:
             for settled in self._pipeline.advance(plan):
                 if settled.sequence not in self._ended:
                     self._commit(settled, run)
             run.steps += bool(plan)
-            if any(not each.generated for each in sequences):
+            if not began and all(each.generated for each in sequences):
                 began, run.tokens, run.steps = time.perf_counter(), 0, 0
         run.seconds = time.perf_counter() - began
         run.answers = [each.tokens[each.prompt_length :] for each in sequences]

@@ -61,9 +61,9 @@ class Speculation:
     def waits(self, plan: Plan, most_rows: int) -> bool:
         """Whether guesses bring more than a step that is launched at once: for guesses, the tokens
         of the step in flight must be known."""
-        decoding = [each for each in plan if each.uncomputed == 1]
-        if not any(each.expected for each in decoding) or len(decoding) > MOST_FOLLOWED:
+        if len(plan) > MOST_FOLLOWED or not any(each.expected for each in plan):
             return False
+        decoding = [each for each in plan if each.uncomputed == 1]
         chances = [(chance, each) for each in decoding for chance in self._chances_ahead(each)]
         return bool(self._depths(chances, decoding, sum(plan.values()), most_rows))
 
@@ -74,11 +74,11 @@ class Speculation:
     def guess(self, plan: Plan, most_rows: int, pool: PagePool, pages: int) -> None:
         """Sets the guesses of the plan's sequences: at most `most_rows`, with at most `pages` new
         pages."""
+        if self._runs_ahead and len(plan) > MOST_FOLLOWED:
+            return
+        if any(each.expected for each in plan):
+            return
         decoding = [each for each in plan if each.uncomputed == 1]
-        if any(each.expected for each in decoding):
-            return
-        if self._runs_ahead and len(decoding) > MOST_FOLLOWED:
-            return
         offers = {each: self._found(each) for each in decoding}
         if self._drafts:
             self._add_drafts(self._drafts, offers, sum(plan.values()), most_rows)

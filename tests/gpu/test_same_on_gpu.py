@@ -23,12 +23,19 @@ TREE: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
-def test_answers_are_the_same_in_any_company(temperature: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "options"),
+    [(0.0, {}), (1.2, {}), (0.0, {"kv_dtype": "int8", "speculation": "ngram"})],
+)
+def test_answers_are_the_same_in_any_company(
+    temperature: float, options: dict[str, object], tmp_path: Path
+) -> None:
     save_text_model(tmp_path / "model")
     asker = Asker(prompts(40), Settings(60, temperature, n=2, presence_penalty=0.3))
     with (
-        ProcessCluster(tmp_path / "model", tmp_path, prefill=2, decode=2, tree=TREE) as cluster,
+        ProcessCluster(
+            tmp_path / "model", tmp_path, prefill=2, decode=2, tree=TREE | options
+        ) as cluster,
         cluster.client() as client,
     ):
 

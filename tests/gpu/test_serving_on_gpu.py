@@ -42,6 +42,7 @@ def cluster(
         "decode": {"kv_memory": "16MiB"},
         "router": {"local_prefill": "never"},
         "drain_seconds": 10.0,
+        "speculation": "ngram",
     }
     with ProcessCluster(folder, tmp_path_factory.mktemp("gpu"), decode=2, tree=tree) as made:
         yield made
@@ -70,6 +71,8 @@ async def test_tokens_are_the_same_computed_and_cached(
         await ask_all(client, expected)
         assert await ask_all(client, expected) > 0
     assert cluster.metric("prefill-0", metrics.COMPUTED_TOKENS) > 0
+    decoding = ("decode-0", "decode-1")
+    assert sum(cluster.metric(worker, metrics.ACCEPTED_TOKENS) for worker in decoding) > 0
     cluster.wait_idle()
 
 
