@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
     size = shape.pages_shape(PAGES, PAGE_SIZE)
     kv = torch.zeros(size, dtype=torch.bfloat16)
     adapters = AdapterSlots(model, AdapterRoom(4, 16, 0))
-    runner = GpuRunner(model, kv, CONTEXT, 64, adapters=adapters)
+    runner = GpuRunner(model, kv, CONTEXT, 64, adapters=adapters, guesses=True)
     runner._recordable = True
     pool = make_pool(PAGES, PAGE_SIZE, shape.slices.windows)
     with runner.compiling():

@@ -21,6 +21,7 @@ from baton.engine.engine import AnyRunner
 from baton.engine.gpu.batch import StepArrays, StepMessage, decode_step, encode_step
 from baton.engine.gpu.graphs import prompt_rows
 from baton.engine.gpu.prompt_attention import LongChunk, is_long
+from baton.engine.gpu.runner import GpuRunner
 from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
 from baton.engine.runner import Runner
@@ -266,13 +267,9 @@ def test_a_gpu_gives_back_pages_that_windows_have_passed(
     assert answers(runner, prompts, samplings, 3, 9, windows, pages) == wanted
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "deepseek-v2-lite"])
-def test_guesses_on_a_gpu_change_no_answer(name: str, device: torch.device, tmp_path: Path) -> None:
+def compare_guesses(runner: GpuRunner, folder: Path) -> None:
     """In steps of few rows and of many, beside prompts, and one step ahead."""
-    save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path)
-    engine = engine_of(
-        gpu_runner(tmp_path, str(device), PAGES, PAGE_SIZE), tmp_path, PAGES, PAGE_SIZE
-    )
+    engine = engine_of(runner, folder, PAGES, PAGE_SIZE)
     asked = works([Sampling(), WARM], answer=4)
     asked = [replace(each, prompt_tokens=each.prompt_tokens[:9]) for each in asked]
     plain = Loop(engine).answer(asked)
@@ -283,3 +280,16 @@ def test_guesses_on_a_gpu_change_no_answer(name: str, device: torch.device, tmp_
         for one, other in zip(alone.logprobs, together.logprobs, strict=True):
             assert one == other or one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert guessing.accepted
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "deepseek-v2-lite"])
+def test_guesses_on_a_gpu_change_no_answer(name: str, device: torch.device, tmp_path: Path) -> None:
+    save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path)
+    compare_guesses(gpu_runner(tmp_path, str(device), PAGES, PAGE_SIZE), tmp_path)
+
+
+def test_guesses_of_two_ranks_change_no_answer(device: torch.device, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save(TINY_MODELS["llama-biases"].changed(num_hidden_layers=1), folder)
+    with two_ranks(folder, str(device), PAGES, PAGE_SIZE, tmp_path) as runner:
+        compare_guesses(runner, folder)
