@@ -5,7 +5,8 @@ requests arrive at random moments at 0.5 to 4 times that rate, of three tenants 
 most with a deadline. Goodput is answers a second that are complete before their deadline.
 
 Goals: goodput at 4 times the capacity is 90% or more of its peak; refusals come within 50 ms and
-say when to try again; the router's memory is bounded.
+say when to try again; what is admitted has its first token within the objective (`router.ttft`);
+the router's memory is bounded.
 
 Two clusters: `router`, whose workers compute nothing and have a fixed capacity, so that the router
 is what is measured; and `engine`, one prefill and one decode worker with the embedded model. The
@@ -18,8 +19,10 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +74,13 @@ class Target:
     busy_callers: int  # who keep all workers busy
 
 
-def router_settings(keys: Path, queue_seconds: float) -> dict[str, object]:
-    section = {"local_prefill": "never", "keys": str(keys), "queue_timeout": queue_seconds}
+def router_settings(keys: Path, queue_seconds: float, ttft: float) -> dict[str, object]:
+    section = {
+        "local_prefill": "never",
+        "keys": str(keys),
+        "queue_timeout": queue_seconds,
+        "ttft": ttft,
+    }
     return {"drain_seconds": 1, "router": {**FREE_ROUTER, **section}}
 
 
@@ -87,12 +95,12 @@ def write_tenants(path: Path) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def instant_cluster(folder: Path) -> AsyncIterator[Target]:
+async def instant_cluster(folder: Path, ttft: float) -> AsyncIterator[Target]:
     path = folder / "keys.yaml"
     keys = write_tenants(path)
     workers = instant_workers()
     members = [Process(0, await worker.start()) for worker in workers]
-    tree = {"model": model_store.EMBEDDED, **router_settings(path, INSTANT_QUEUE_SECONDS)}
+    tree = {"model": model_store.EMBEDDED, **router_settings(path, INSTANT_QUEUE_SECONDS, ttft)}
     running = processes.router(folder, tree, members)
     router = await asyncio.to_thread(running.__enter__)
     try:
@@ -115,11 +123,11 @@ def instant_workers() -> list[InstantWorker]:
 
 
 @contextlib.asynccontextmanager
-async def engine_cluster(folder: Path) -> AsyncIterator[Target]:
+async def engine_cluster(folder: Path, ttft: float) -> AsyncIterator[Target]:
     path = folder / "keys.yaml"
     keys = write_tenants(path)
     tree = {"model": model_store.EMBEDDED, "decode": {"max_batch": ENGINE_BATCH}}
-    settings = {**tree, **router_settings(path, ENGINE_QUEUE_SECONDS)}
+    settings = {**tree, **router_settings(path, ENGINE_QUEUE_SECONDS, ttft)}
     with contextlib.ExitStack() as running:
         workers = processes.workers(folder, tree, ["prefill-0", "decode-0"])
         started = await asyncio.to_thread(running.enter_context, workers)
@@ -135,6 +143,7 @@ class Row:
     results: Sequence[Result]
     seconds: float
     memory: int
+    processor_seconds: float  # of the router
 
     @property
     def goodput(self) -> float:
@@ -162,7 +171,18 @@ class Row:
             f"{late / len(results):.1%}",
             quantiles(firsts),
             f"{self.memory / MIB:.0f}",
+            f"{self.processor_seconds / self.seconds:.0%}",
+            quantiles([each.lag for each in results]),
         ]
+
+    @property
+    def slow_refusals(self) -> dict[str, list[float]]:
+        """Seconds of refusals after more than PROMPT_SECONDS, by their messages without numbers."""
+        slow = defaultdict(list)
+        for each in self.results:
+            if each.refused and each.ended > PROMPT_SECONDS:
+                slow[re.sub(r"[\d.]+", "#", str(each.error))].append(each.ended)
+        return slow
 
 
 HEADS = (
@@ -177,6 +197,8 @@ HEADS = (
     "late",
     "TTFT ms p50/p99",
     "router MiB",
+    "router CPU",
+    "caller's lag ms p50/p99",
 )
 
 
@@ -212,18 +234,24 @@ class Sweep:
         print_line(["---"] * len(HEADS))
         for title, row in rows.items():
             print_line([title, *row.cells(peak)])
+        for title, row in rows.items():
+            for message, seconds in row.slow_refusals.items():
+                times = f"{len(seconds)} times, after {quantiles(seconds)} ms (p50 / p99)"
+                print(f"refused later at load {title}: {times}: {message}")
         print(await self._http(max(loads)))
         if beside:
             await self._beside_idle(peak)
             await self._beside_connections(peak)
 
     async def _row(self, load: float) -> Row:
-        memory = 0
+        memory, router = 0, self._target.router
+        before = router.processor_seconds
         results = asyncio.create_task(self._callers.offer(load * self._capacity, self._seconds))
         while not results.done():
-            memory = max(memory, self._target.router.memory)
+            memory = max(memory, router.memory)
             await asyncio.wait([results], timeout=0.2)
-        return Row(results.result(), self._seconds, memory)
+        spent = router.processor_seconds - before
+        return Row(results.result(), self._seconds, memory, spent)
 
     async def _http(self, load: float) -> str:
         """Calls over HTTP beside a load."""
@@ -264,20 +292,20 @@ class Sweep:
             print(f"{made.failed} connections failed")
 
 
-CLUSTERS: dict[str, Callable[[Path], contextlib.AbstractAsyncContextManager[Target]]] = {
+CLUSTERS: dict[str, Callable[[Path, float], contextlib.AbstractAsyncContextManager[Target]]] = {
     "router": instant_cluster,
     "engine": engine_cluster,
 }
 
 
-async def report(cluster: str, seconds: float, loads: Sequence[float], seed: int) -> None:
-    print(f"\n{cluster}")
+async def report(cluster: str, ttft: float, given: argparse.Namespace) -> None:
+    print(f"\n{cluster}, objective for TTFT: {f'{ttft:g} s' if ttft else 'none'}")
     with tempfile.TemporaryDirectory() as folder:
-        async with CLUSTERS[cluster](Path(folder)) as target:
-            callers = Callers(target.router.address, target.keys, target.shape, seed)
+        async with CLUSTERS[cluster](Path(folder), ttft) as target:
+            callers = Callers(target.router.address, target.keys, target.shape, given.seed)
             try:
-                sweep = Sweep(target, callers, seconds)
-                await sweep.run(loads, beside=cluster == "router")
+                sweep = Sweep(target, callers, given.seconds)
+                await sweep.run(given.loads, beside=cluster == "router" and not given.brief)
             finally:
                 await callers.close()
 
@@ -289,10 +317,15 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), choices=list(CLUSTERS))
     parser.add_argument("--seconds", type=float, default=20.0, help="of each row")
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
+    parser.add_argument(
+        "--ttft", nargs="+", type=float, default=[1.0], help="objectives; 0 is none"
+    )
+    parser.add_argument("--brief", action="store_true", help="no idle streams and connections")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     for cluster in given.clusters:
-        uvloop.run(report(cluster, given.seconds, given.loads, given.seed))
+        for ttft in given.ttft:
+            uvloop.run(report(cluster, ttft, given))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Result:
 
     due: float
     deadline: float
+    lag: float = 0.0  # of the caller itself, until it sent the request
     ended: float = 0.0
     first_token: float = math.inf
     error: BatonError | None = None
@@ -119,6 +120,7 @@ class Callers:
     async def _call(self, kind: Kind, due: float) -> Result:
         deadline = kind.deadline * self.alone if kind.deadline < math.inf else math.inf
         result = Result(due, deadline)
+        result.lag = time.monotonic() - due
         prompt = self._draw.choices(VOCABULARY, k=self._shape.prompt_tokens)
         stream = self._clients[kind.tenant].stream(
             prompt,

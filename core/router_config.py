@@ -42,6 +42,11 @@ class RouterConfig:
         "Seconds that a request may wait for capacity; one that is predicted to wait longer is"
         " refused at once.",
     )
+    ttft: NonNegativeFloat = key(
+        0.0,
+        "Objective: seconds to the first token. A request whose first token is predicted later,"
+        " because of those before it, is refused at once; 0 has none.",
+    )
     worker_backlog: PositiveInt = key(
         16,
         "Requests sent to one worker before it has started, or reserved pages for, earlier ones.",

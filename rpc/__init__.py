@@ -17,7 +17,7 @@ from google.protobuf import message as protobuf
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from baton.core.errors import BatonError, Internal
+from baton.core.errors import BatonError, DeadlineExceeded, Internal
 from baton.core.tls import Identity
 from baton.core.types import MAX_MESSAGE_BYTES
 
@@ -133,11 +133,12 @@ def _shorten(message: str) -> str:
 
 
 def public_error(error: Exception) -> BatonError:
-    """What a caller sees of an error. An unexpected one is logged and becomes Internal."""
+    """What a caller sees of an error. An unexpected one is logged and becomes Internal. Deadlines
+    that are too near, of which there may be thousands in overload, are in the metrics alone."""
     if not isinstance(error, BatonError):
         log.error("a request failed unexpectedly", exc_info=error)
         error = Internal("the server failed; its log has the details")
-    elif error.http_status >= 500:
+    elif error.http_status >= 500 and not isinstance(error, DeadlineExceeded):
         log.warning("a request failed: %s: %s", error.reason, error.message)
     return redact_error(error)
 

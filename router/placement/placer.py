@@ -28,7 +28,7 @@ from baton.router.placement.placement import (
     columns_of,
 )
 from baton.router.placement.policy import choose, why_no_pair
-from baton.router.placement.scorer import earliest_answer
+from baton.router.placement.scorer import Prediction, earliest_answer, earliest_first_token
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 
@@ -71,7 +71,9 @@ class Topology:
         rows = []
         for link in self.decode:
             load = link.load
-            running, waiting, prefilling = load.running, load.waiting, load.prefilling
+            running, prefilling = load.running, load.prefilling
+            # A report may be older than what was sent since.
+            waiting = max(load.waiting, link.assigned.unanswered)
             cached, saved = self._cached(link, work)
             rows.append(
                 (
@@ -132,18 +134,27 @@ class Placer:
         suspicion: Suspicion = Suspicion.NONE,
         seconds_left: float = math.inf,
         wait: float = 0.0,
+        caution: float = 0.0,
     ) -> Placement | BatonError:
         """Returns the placement, or why the request must wait. DeadlineExceeded: its answer is
-        predicted later than in `seconds_left`, after a `wait` of so many seconds."""
+        predicted later than in `seconds_left`, after a `wait` of so many seconds. A share,
+        `caution`, of what it will wait is added."""
         snapshot = self._snapshot(work, suspicion)
         if seconds_left < math.inf and self.costs.knows_prompts and not self._unproven:
-            needed = wait + earliest_answer(snapshot)
+            answer = earliest_answer(snapshot)
+            needed = (1.0 + caution) * (wait + answer.waiting) + answer.own
             if needed > seconds_left:
                 return DeadlineExceeded(
                     f"the answer is predicted in {needed:.2f} seconds, and the deadline leaves"
                     f" {max(seconds_left, 0):.2f}"
                 )
         return choose(snapshot, one_token=work.tokens_wanted == 1)
+
+    def first_token(self, work: Work) -> Prediction:
+        """Nothing where it is not known."""
+        if not self.costs.knows_prompts or self._unproven:
+            return Prediction(0.0, 0.0)
+        return earliest_first_token(self._snapshot(work, Suspicion.NONE))
 
     def note_placed(self, now: float) -> None:
         """A request was placed."""

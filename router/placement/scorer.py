@@ -281,32 +281,56 @@ def forecast_local(snapshot: Snapshot, row: int) -> Forecast:
     return Forecast(_local_first_token(snapshot)(cached, pending, saved), pending, cached)
 
 
-def earliest_answer(snapshot: Snapshot) -> float:
-    """Seconds to the last token on the fastest workers, whether or not these have room."""
-    return earliest_first_token(snapshot) + _shortest_decode(snapshot)
+class Prediction(NamedTuple):
+    """Seconds until something is done."""
+
+    waiting: float  # for other requests
+    own: float
+
+    @property
+    def total(self) -> float:
+        return self.waiting + self.own
 
 
-def _shortest_decode(snapshot: Snapshot) -> float:
-    """Seconds from the first token to the last: the wait for room, and the answer's own steps."""
+def earliest_answer(snapshot: Snapshot) -> Prediction:
+    """Of the last token on the fastest workers, whether or not these have room."""
+    first, rest = earliest_first_token(snapshot), _shortest_decode(snapshot)
+    return Prediction(first.waiting + rest.waiting, first.own + rest.own)
+
+
+def _shortest_decode(snapshot: Snapshot) -> Prediction:
+    """From the first token to the last: the wait for room, and the answer's own steps."""
     costs, workers = snapshot.costs, snapshot.decode
     tokens = min(snapshot.tokens_wanted - 1, costs.answer_tokens)
     if not costs.knows_answers or tokens <= 0:
-        return 0.0
+        return Prediction(0.0, 0.0)
 
-    def seconds(running: int, leased: int, waiting: int) -> float:
-        room = costs.room_seconds(waiting, running, leased)
-        return room + tokens * costs.step_seconds(running, leased)
+    def room(running: int, leased: int, waiting: int) -> float:
+        return costs.room_seconds(waiting, running, leased)
 
-    columns = workers.running, workers.leased_pages, workers.waiting
-    return min(_listed(_evaluate(seconds, *columns)), default=0.0)
+    def steps(running: int, leased: int) -> float:
+        return tokens * costs.step_seconds(running, leased)
+
+    rooms = _evaluate(room, workers.running, workers.leased_pages, workers.waiting)
+    return _soonest(rooms, _evaluate(steps, workers.running, workers.leased_pages))
 
 
-def earliest_first_token(snapshot: Snapshot) -> float:
-    """Seconds to the first token on the fastest worker, whether or not that has room."""
-    seconds = PrefillScores(snapshot).first_token
+def earliest_first_token(snapshot: Snapshot) -> Prediction:
+    """On the fastest worker, whether or not that has room."""
+    scores = PrefillScores(snapshot)
+    firsts, computes = scores.first_token, scores.compute
     if snapshot.local is not LocalPrefill.NEVER:
-        seconds += _listed(_evaluate(_local_first_token(snapshot), *_local_columns(snapshot)))
-    return min(seconds, default=0.0)
+        cached, pending, saved = _local_columns(snapshot)
+        local = _local_first_token(snapshot)
+        firsts += _listed(_evaluate(local, cached, pending, saved))
+        computes += _listed(_evaluate(lambda tokens: local(tokens, 0, 0), cached))
+    waits = [max(first - own, 0.0) for first, own in zip(firsts, computes, strict=True)]
+    return _soonest(waits, computes)
+
+
+def _soonest(waiting: Column, own: Column) -> Prediction:
+    rows = map(Prediction, _listed(waiting), _listed(own))
+    return min(rows, key=lambda row: row.total, default=Prediction(0.0, 0.0))
 
 
 def _local_columns(snapshot: Snapshot) -> tuple[Column, Column, Column]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, DeadlineExceeded, Exhausted, LayoutMismatch, Unavailable
-from baton.core.types import Request
+from baton.core.types import Request, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
 from baton.router.placement.placer import Placer
@@ -26,6 +26,10 @@ from baton.router.workers.membership import Membership
 
 # Errors that waiting does not change.
 FINAL = (LayoutMismatch, DeadlineExceeded)
+
+CAUTION = 0.5
+"""Share of a predicted wait that is added when a request arrives, so that few are admitted to the
+queue and refused later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Admission:
         self._metrics = metrics
         metrics.queued_requests.set_function(lambda: self.queued)
         self._queue = WaitQueue(config.max_queued)
+        self.service = self._queue.service
+        self._longest_wait = min(config.queue_timeout, config.ttft or math.inf)
         # Suspects may have to wait for each other. They wait beside the queue, so that others do
         # not wait for them, and are looked at first.
         self._suspects: set[Place] = set()
@@ -92,7 +98,7 @@ class Admission:
         """Refuses a request that would wait too long, before its prompt is tokenized."""
         now = time.monotonic()
         wait = self._expected_wait(Place(request.priority, 0, request.tenant), now)
-        if now + wait > request.deadline:
+        if now + (1.0 + CAUTION) * wait > request.deadline:
             raise DeadlineExceeded(
                 f"requests that arrive now would wait {wait:.2f} seconds, and the deadline leaves"
                 f" {max(request.deadline - now, 0.0):.2f}",
@@ -130,7 +136,10 @@ class Admission:
         is a retry."""
         began = time.monotonic()
         deadline = math.inf if state.is_retry else deadline
-        wait = 0.0 if state.is_retry else self._expected_wait(place, began)
+        wait = caution = 0.0
+        if not state.is_retry:
+            wait, caution = self._expected_wait(place, began), CAUTION
+            self._check_first_token(state.work, wait)
         if state.suspicion is Suspicion.NONE:
             self._refuse(self._queue.join(place, began, retry=state.is_retry))
         else:
@@ -139,7 +148,7 @@ class Admission:
         try:
             while True:
                 now = time.monotonic()
-                found = self._find(place, state, deadline - now, wait)
+                found = self._find(place, state, deadline - now, wait, caution)
                 if isinstance(found, Assignment):
                     self._queue.admitted(place, now)
                     self._placer.note_placed(now)
@@ -155,7 +164,7 @@ class Admission:
                         "requests of others go first, and the queue is full; try again later",
                         retry_after=self._queue.retry_after,
                     )
-                wait = 0.0
+                wait = caution = 0.0
         finally:
             self._queue.leave(place)
             self._suspects.discard(place)
@@ -165,15 +174,29 @@ class Admission:
             asyncio.get_running_loop().call_soon(self.wake)
 
     def _expected_wait(self, place: Place, now: float) -> float:
-        """Raises Exhausted where it is longer than a request may wait."""
+        """Raises Exhausted where it is, with caution, longer than a request may wait."""
         seconds = self._queue.expected_wait(place, now)
-        if seconds > self._config.queue_timeout:
+        if (1.0 + CAUTION) * seconds > self._longest_wait:
             raise Exhausted(
-                f"requests that arrive now would wait {seconds:.1f} seconds, longer than"
-                f" {self._config.queue_timeout:g}; try again later",
+                f"requests that arrive now would wait {seconds:.1f} seconds, and"
+                f" {self._longest_wait:g} is the limit; try again later",
                 retry_after=self._queue.retry_after,
             )
         return seconds
+
+    def _check_first_token(self, work: Work, wait: float) -> None:
+        """Raises Exhausted where requests before this one would keep its first token beyond the
+        objective. A prompt that takes more than half of that itself may wait for half of it."""
+        if not self._config.ttft:
+            return
+        first = self._placer.first_token(work)
+        longest = max(self._config.ttft - first.own, self._config.ttft / 2)
+        if (1.0 + CAUTION) * (wait + first.waiting) > longest:
+            raise Exhausted(
+                f"the first token is predicted in {wait + first.total:.1f} seconds, and the"
+                f" objective is {self._config.ttft:g}; try again later",
+                retry_after=self._queue.retry_after,
+            )
 
     def wake(self) -> None:
         """Something changed: suspects look again, and then the head of the queue."""
@@ -182,10 +205,10 @@ class Admission:
                 self._waiters[place].set()
 
     def _find(
-        self, place: Place, state: RetryState, seconds_left: float, wait: float
+        self, place: Place, state: RetryState, seconds_left: float, wait: float, caution: float
     ) -> Assignment | BatonError:
         """`wait` is how long the request is predicted to wait in the queue."""
-        found = self._placer.choose(state.work, state.suspicion, seconds_left, wait)
+        found = self._placer.choose(state.work, state.suspicion, seconds_left, wait, caution)
         if not isinstance(found, BatonError):
             if place in self._suspects or place == self._queue.head:
                 names = found.prefill, found.decode, found.fetch.holder if found.fetch else ""

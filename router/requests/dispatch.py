@@ -183,6 +183,8 @@ class RunningAttempt:
         self._config = dispatcher.config
         # When a worker may get another request in place of this one.
         self._on_room = dispatcher.admission.wake
+        self._service = dispatcher.admission.service
+        self._begun_at: float | None = None
         self._assignment = assignment
         self._suspicion = suspicion
         self._push: Callable[[Tokens], bool] = lambda tokens: True
@@ -256,8 +258,17 @@ class RunningAttempt:
                 break
         if self._unanswered or self._prompt is not None:
             attempt = self._attempt
+            if self._unanswered and not attempt.queued:
+                self._begin()
             self._free_capacity(prefilled=attempt.prefilled, answered=not attempt.queued)
         return merged(tokens) if tokens else None
+
+    def _begin(self) -> None:
+        """A worker has begun it or reserved its pages. A canary, which has no forecast, says
+        nothing about how long requests take."""
+        if self._attempt.placement.forecast:
+            self._begun_at = time.monotonic()
+            self._service.begin()
 
     def release(self) -> None:
         """Releases whatever the workers still hold."""
@@ -268,6 +279,8 @@ class RunningAttempt:
             link.assigned.count_adapter(self._attempt.work.adapter_digest, -1)
         self._cache.remove_pending(self._attempt.work.page_keys)
         self._free_capacity(prefilled=True, answered=True)
+        if self._begun_at is not None:
+            self._service.end(time.monotonic() - self._begun_at)
         self._on_room()
 
     def _send(self, sends: list[Send]) -> None:

@@ -8,21 +8,13 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from baton.core.errors import Exhausted
+from baton.router.requests.wait_estimate import AdmissionPace, JoinRate, ServicePace
 
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 
-MEMORY_SECONDS = 5.0
-"""After which an interval between admissions has a third of its weight."""
-
-SHORTEST_RATE_SECONDS = 1.0
-"""Over which a rate is measured."""
-
 LEAST_FREE_SHARE = 0.01
-"""Of the admissions, that earlier priorities leave to later ones."""
-
-REMEMBERED_SECONDS = 10.0
-"""For which intervals are remembered while nothing waits."""
+"""Of the admissions, that requests which join later and go first leave to others."""
 
 MANY_PACES = 1000
 """From which on old ones are forgotten."""
@@ -36,68 +28,20 @@ class Place(NamedTuple):
     tenant: str
 
 
-class AdmissionPace:
-    """The intervals between two admissions, measured while requests wait."""
+class TenantPace:
+    """Of a tenant's requests with one priority."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._intervals = 0.0
-        self._changed_at = 0.0
-        # The last admission, or when a request began to wait after all had been admitted. Requests
-        # that leave without being admitted do not change it.
-        self._since: float | None = None
+        self.joins = JoinRate()
+        # Some may be admitted while others are not.
+        self.admissions = AdmissionPace()
 
-    @property
-    def interval(self) -> float:
-        return self._seconds / self._intervals if self._intervals else 0.0
-
-    def is_old(self, now: float) -> bool:
-        return now - self._changed_at > REMEMBERED_SECONDS
-
-    def wait(self, now: float, others: int) -> None:
-        """A request waits beside others."""
-        if not others and self.is_old(now):
-            self._seconds, self._intervals, self._since = 0.0, 0.0, None
-        self._changed_at = now
-        self._since = now if self._since is None else self._since
-
-    def admitted(self, now: float, others: int) -> None:
-        """One was admitted; the others wait."""
-        if self._since is not None:
-            latest = now - self._since
-            kept = math.exp(-latest / MEMORY_SECONDS)
-            self._seconds = kept * self._seconds + latest
-            self._intervals = kept * self._intervals + 1.0
-        self._changed_at = now
-        self._since = now if others else None
-
-    def expected_wait(self, now: float, ahead: int) -> float:
-        """Of a request behind `ahead` others: at least as long as none has been admitted."""
-        if not ahead:
+    def expected_wait(self, now: float, own: int) -> float:
+        """Of a request behind `own` others of the tenant: at least as long as none of these has
+        been admitted."""
+        if not own:
             return 0.0
-        since = now if self._since is None else self._since
-        return max(ahead * self.interval, now - since)
-
-
-class JoinRate:
-    """How many requests join a second, of late."""
-
-    def __init__(self) -> None:
-        self._count = 0.0
-        self._began = self._noted_at = 0.0
-
-    def note(self, now: float) -> None:
-        if now - self._noted_at > REMEMBERED_SECONDS:
-            self._count, self._began = 0.0, now
-        self._count = self._kept(now) * self._count + 1.0
-        self._noted_at = now
-
-    def rate(self, now: float) -> float:
-        seconds = MEMORY_SECONDS * -math.expm1((self._began - now) / MEMORY_SECONDS)
-        return self._kept(now) * self._count / max(seconds, SHORTEST_RATE_SECONDS)
-
-    def _kept(self, now: float) -> float:
-        return math.exp((self._noted_at - now) / MEMORY_SECONDS)
+        return max(own * self.admissions.interval(), self.admissions.since_admission(now))
 
 
 class WaitQueue:
@@ -111,11 +55,10 @@ class WaitQueue:
         self._waiting: dict[int, dict[str, list[Place]]] = {}
         self._retries: set[Place] = set()
         self._size = 0
+        self.service = ServicePace()
         self._pace = AdmissionPace()
-        # By priority.
-        self._joins: defaultdict[int, JoinRate] = defaultdict(JoinRate)
-        # By priority and tenant, since some may be admitted while others are not.
-        self._paces: defaultdict[tuple[int, str], AdmissionPace] = defaultdict(AdmissionPace)
+        self._joins: defaultdict[int, JoinRate] = defaultdict(JoinRate)  # by priority
+        self._tenants: defaultdict[tuple[int, str], TenantPace] = defaultdict(TenantPace)
 
     def __len__(self) -> int:
         return self._size
@@ -138,7 +81,7 @@ class WaitQueue:
     @property
     def retry_after(self) -> float:
         """Seconds until the requests that wait now are likely to be admitted."""
-        expected = self._pace.interval * self._size
+        expected = self._interval * self._size
         return min(max(expected, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
 
     def join(self, place: Place, now: float, *, retry: bool = False) -> Place | None:
@@ -156,6 +99,7 @@ class WaitQueue:
         bisect.insort(own, place)
         self._size += 1
         self._joins[place.priority].note(now)
+        self._tenant(place, now).joins.note(now)
         return displaced
 
     def displace(self, place: Place) -> Place | None:
@@ -187,10 +131,8 @@ class WaitQueue:
 
     def wait(self, place: Place, now: float) -> None:
         """The request, which is in the queue, could not be admitted yet."""
-        if len(self._paces) > MANY_PACES:
-            self._forget_paces(now)
         self._pace.wait(now, self._size - 1)
-        self._paces[place.priority, place.tenant].wait(now, self._count(place) - 1)
+        self._tenant(place, now).admissions.wait(now, self._count(place) - 1)
 
     def admitted(self, place: Place, now: float) -> None:
         """The request has its workers: the next turn is another tenant's."""
@@ -198,32 +140,64 @@ class WaitQueue:
         if place.tenant in turns:
             turns[place.tenant] = turns.pop(place.tenant)
         self._pace.admitted(now, self._size - 1)
-        if pace := self._paces.get((place.priority, place.tenant)):
-            pace.admitted(now, self._count(place) - 1)
+        self._tenant(place, now).admissions.admitted(now, self._count(place) - 1)
 
     def expected_wait(self, place: Place, now: float) -> float:
-        """The seconds for which a request would wait that joins at this place."""
-        own = self._count(place)
-        turns = self._waiting.get(place.priority, {}).values()
-        ahead = sum(min(len(each), own + 1) for each in turns)
-        earlier = sum(n for priority, n in self.priorities.items() if priority < place.priority)
-        expected = self._pace.expected_wait(now, earlier + ahead) / self._free_share(place, now)
-        if pace := self._paces.get((place.priority, place.tenant)):
-            expected = max(expected, pace.expected_wait(now, own))
+        """The seconds for which a request would wait that joins at this place: at least as long as
+        none has been admitted."""
+        if not any(priority <= place.priority for priority in self._waiting):
+            return 0.0
+        expected = max(
+            self._expected_wait(place, now),
+            self._pace.until_admission,
+            self._pace.since_admission(now),
+        )
+        if pace := self._tenants.get((place.priority, place.tenant)):
+            expected = max(expected, pace.expected_wait(now, self._count(place)))
         return expected
 
-    def _free_share(self, place: Place, now: float) -> float:
-        """Of the admissions, those that requests of earlier priorities, which keep arriving, leave
-        to this one."""
-        earlier = (self._joins[each] for each in self._waiting if each < place.priority)
-        rate = sum(joins.rate(now) for joins in earlier)
-        return max(1.0 - rate * self._pace.interval, LEAST_FREE_SHARE)
+    def _expected_wait(self, place: Place, now: float) -> float:
+        """By the requests that go first, and those that join before it is admitted and go first
+        too: the larger solution of seconds = interval * (ahead + joining * seconds). Others of its
+        priority go first until they have had as many turns as its own tenant, so `ahead` and
+        `joining` depend on the seconds; beginning with no end of them, each turn gives fewer."""
+        own, interval = self._count(place), self._interval
+        earlier = [each for each in self._waiting if each < place.priority]
+        ahead = own + sum(n for each, n in self.priorities.items() if each < place.priority)
+        joining = sum(self._joins[each].rate(now) for each in earlier)
+        others = self._turns_of_others(place, now)
+        expected = math.inf
+        while True:
+            behind = [(n, rate) for n, rate in others if n + rate * expected < own + 1]
+            turns = (own + 1) * (len(others) - len(behind)) + sum(n for n, _ in behind)
+            share = interval * (joining + sum(rate for _, rate in behind))
+            seconds = interval * (ahead + turns) / max(1.0 - share, LEAST_FREE_SHARE)
+            if seconds >= expected:
+                return expected
+            expected = seconds
+
+    def _turns_of_others(self, place: Place, now: float) -> list[tuple[int, float]]:
+        """How many requests of each other tenant wait with this priority, and join a second."""
+        turns = self._waiting.get(place.priority, {})
+        return [
+            (len(waiting), self._tenants[place.priority, tenant].joins.rate(now))
+            for tenant, waiting in turns.items()
+            if tenant != place.tenant
+        ]
+
+    @property
+    def _interval(self) -> float:
+        return self._pace.interval(self.service.rate)
 
     def _count(self, place: Place) -> int:
         """How many of the tenant's wait with this priority."""
         return len(self._waiting.get(place.priority, {}).get(place.tenant, ()))
 
-    def _forget_paces(self, now: float) -> None:
-        self._paces = defaultdict(
-            AdmissionPace, {key: pace for key, pace in self._paces.items() if not pace.is_old(now)}
-        )
+    def _tenant(self, place: Place, now: float) -> TenantPace:
+        if len(self._tenants) > MANY_PACES:
+            self._forget_tenants(now)
+        return self._tenants[place.priority, place.tenant]
+
+    def _forget_tenants(self, now: float) -> None:
+        kept = {key: each for key, each in self._tenants.items() if not each.joins.is_old(now)}
+        self._tenants = defaultdict(TenantPace, kept)

@@ -205,7 +205,7 @@ class AssignedRequests:
 
     def __init__(self, backlog: int) -> None:
         self._backlog = backlog
-        self._unanswered = 0  # neither begun nor with reserved pages
+        self.unanswered = 0  # neither begun nor with reserved pages
         self._alone = 0  # suspects that tolerate no other
         self.suspects = 0  # requests that lost a worker before
         self.prompt_tokens = 0
@@ -218,7 +218,7 @@ class AssignedRequests:
             del self.adapters[digest]
 
     def count_unanswered(self, change: int) -> None:
-        self._unanswered += change
+        self.unanswered += change
 
     def count_suspect(self, suspicion: Suspicion, change: int) -> None:
         self.suspects += change * (suspicion is not Suspicion.NONE)
@@ -233,4 +233,4 @@ class AssignedRequests:
             return False
         if suspicion is Suspicion.SUSPECT and self._alone:
             return False
-        return self._unanswered < self._backlog
+        return self.unanswered < self._backlog

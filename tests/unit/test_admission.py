@@ -123,13 +123,53 @@ async def test_what_would_wait_too_long_is_refused_at_once(membership: Membershi
     request = Request("r", (1, 2), Sampling(), 8)
     with pytest.raises(Exhausted, match="would wait 60"):
         admission.check_wait(request)
-    admission._queue._pace._since = time.monotonic() - 20.0
+    admission._queue._pace._since = time.monotonic() - 15.0
     admission.check_wait(request)
-    with pytest.raises(DeadlineExceeded, match="would wait 20") as refused:
+    with pytest.raises(DeadlineExceeded, match="would wait 15") as refused:
         admission.check_wait(replace(request, deadline=time.monotonic() + 10.0))
     assert refused.value.retry_after
     assert admission.queued == 1
     await cancel_all(waiting)
+    await worker.stop()
+
+
+async def test_what_would_miss_the_objective_is_refused_at_once(membership: Membership) -> None:
+    worker = ScriptedWorker()
+    config = replace(CONFIG, ttft=10.0)
+    admission, _ = await with_busy_worker(membership, await worker.start(), config)
+    waiting = asyncio.create_task(assigned(admission))
+    await asyncio.sleep(0)
+    request = Request("r", (1, 2), Sampling(), 8)
+    admission.check_wait(request)
+    # As if none had been admitted for longer than the objective, less the caution.
+    admission._queue._pace._since = time.monotonic() - 9.0
+    with pytest.raises(Exhausted, match=r"would wait 9\.0 seconds, and 10 is the limit") as refused:
+        admission.check_wait(request)
+    assert refused.value.retry_after
+    await cancel_all(waiting)
+    await worker.stop()
+
+
+async def test_prompts_that_wait_at_workers_count_for_the_objective(
+    membership: Membership,
+) -> None:
+    worker = ScriptedWorker()
+    config = replace(CONFIG, ttft=10.0)
+    admission, first = await with_busy_worker(membership, await worker.start(), config)
+    first.responder.assigned.count_unanswered(-1)
+    costs = admission._placer.costs
+    for tokens in (2, 200, 2000, 4000):
+        costs.note_prompt(Role.DECODE, tokens, 0, 0, 1e-2 * tokens)
+        costs.note_prompt(Role.DECODE, 2, 0, tokens, 1e-2 * tokens)
+    prompt = first.responder.prompts.add(20_000, 0)
+    with pytest.raises(Exhausted, match="the first token is predicted in"):
+        await assigned(admission)
+    first.responder.prompts.remove(prompt)
+    assert (await assigned(admission)).placement.decode == "decode-0"
+    # Its own prompt takes longer, whenever it comes.
+    work = Work(AttemptKey("r", 1), [1] * 4000, Sampling(), 8, frozenset())
+    state = RetryState(work, max_deaths=2, max_attempts=8)
+    assert (await admission.assign(admission.arrive(), state)).placement.decode == "decode-0"
     await worker.stop()
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
+import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
 
 from baton.core.errors import Exhausted
-from baton.router.requests.wait_queue import MANY_PACES, REMEMBERED_SECONDS, Place, WaitQueue
+from baton.router.requests.admission import CAUTION
+from baton.router.requests.wait_estimate import REMEMBERED_SECONDS
+from baton.router.requests.wait_queue import MANY_PACES, Place, WaitQueue
 
 SERVICE_SECONDS = 0.8
 SLOTS = 32
@@ -130,6 +134,17 @@ def test_the_wait_is_estimated_from_the_rate_of_admissions() -> None:
     assert queue.expected_wait(place(1000), now) == pytest.approx(20.0, rel=0.01)
 
 
+def test_admissions_many_at_a_time_are_waited_for() -> None:
+    places = [place(order) for order in range(1000)]
+    queue = queued(*places)
+    queue.wait(places[0], 0.0)
+    for number, each in enumerate(places[:320]):
+        queue.admitted(each, now := float(number // 32))
+        queue.leave(each)
+    # In front of the next 32, and up to a second before them.
+    assert queue.expected_wait(place(1000, "single"), now) == pytest.approx(0.5)
+
+
 def test_an_estimate_has_bounds() -> None:
     queue, _ = paced(100.0, waiting=1)
     assert queue.retry_after == 60.0
@@ -177,6 +192,33 @@ def test_a_later_priority_gets_what_earlier_ones_leave() -> None:
     assert queue.expected_wait(later, now) > 100.0
 
 
+def test_the_first_to_wait_know_how_often_running_requests_end() -> None:
+    queue = WaitQueue(10_000)
+    for _ in range(4):
+        queue.service.begin()
+    assert queue.service.rate == 0.0
+    for _ in range(2):
+        queue.service.end(2.0)
+        queue.service.begin()
+    for order in range(10):
+        queue.join(place(order), 0.0)
+        queue.wait(place(order), 0.0)
+    # Four run for two seconds each.
+    assert queue.expected_wait(place(10), 0.0) == pytest.approx(5.0)
+    assert queue.retry_after == pytest.approx(5.0)
+
+
+def test_a_tenant_waits_for_turns_of_those_that_join_later() -> None:
+    queue, now = paced(1.0, waiting=10)
+    queue.join(place(1000, "single"), now)
+    assert queue.expected_wait(place(1001), now) == pytest.approx(11.0, rel=0.01)
+    for order in range(2000, 2010):
+        queue.join(place(order, "single"), now)
+        queue.leave(place(order, "single"))
+    # As many turns as it has, and no more.
+    assert queue.expected_wait(place(1001), now) == pytest.approx(21.0, rel=0.01)
+
+
 def test_idle_time_is_no_interval_between_admissions() -> None:
     queue = queued()
     for order in range(10):
@@ -201,76 +243,93 @@ def test_what_is_remembered_of_tenants_is_bounded() -> None:
         queue.join(each, 0.0)
         queue.wait(each, float(order))
         queue.leave(each)
-    assert len(queue._paces) <= MANY_PACES + 1
+    assert len(queue._tenants) <= MANY_PACES + 1
 
 
 @dataclass
 class SimulatedCluster:
     """Workers with so many slots. A request is refused when it arrives if it is predicted to miss
-    its deadline, and at the head of the queue if it would."""
+    its deadline or the objective, and at the head of the queue if it would miss its deadline."""
 
+    objective: float = math.inf
     queue: WaitQueue = field(default_factory=lambda: WaitQueue(10_000))
     outcomes: Counter[str] = field(default_factory=Counter)
     free: int = SLOTS
     ends: list[float] = field(default_factory=list)
-    deadlines: dict[Place, float] = field(default_factory=dict)
+    arrivals: dict[Place, tuple[float, float]] = field(default_factory=dict)  # with deadlines
+    waits: list[float] = field(default_factory=list)  # of those that were admitted
 
     def arrive(self, place: Place, now: float, deadline: float) -> None:
         self.advance(now)
-        if now + self.queue.expected_wait(place, now) + SERVICE_SECONDS > deadline:
+        wait = (1.0 + CAUTION) * self.queue.expected_wait(place, now)
+        if wait > self.objective or now + wait + SERVICE_SECONDS > deadline:
             self.outcomes["refused at once"] += 1
             return
         self.queue.join(place, now)
-        self.deadlines[place] = deadline
+        self.arrivals[place] = now, deadline
         self.admit(now)
-        if place in self.deadlines:
+        if place in self.arrivals:
             self.queue.wait(place, now)
 
     def advance(self, now: float) -> None:
         while self.ends and self.ends[0] <= now:
             at = heapq.heappop(self.ends)
+            self.queue.service.end(SERVICE_SECONDS)
             self.free += 1
             self.admit(at)
-        for place in [place for place, deadline in self.deadlines.items() if deadline <= now]:
+        for place in [place for place, (_, end) in self.arrivals.items() if end <= now]:
             self.leave(place, "late")
 
     def admit(self, now: float) -> None:
         while self.free and (place := self.queue.head):
-            if now + SERVICE_SECONDS > self.deadlines[place]:
+            arrived, deadline = self.arrivals[place]
+            if now + SERVICE_SECONDS > deadline:
                 self.leave(place, "refused later")
                 continue
             self.queue.admitted(place, now)
+            self.queue.service.begin()
+            self.waits.append(now - arrived)
             self.leave(place, "in time")
             self.free -= 1
             heapq.heappush(self.ends, now + SERVICE_SECONDS)
 
     def leave(self, place: Place, outcome: str) -> None:
         self.queue.leave(place)
-        del self.deadlines[place]
+        del self.arrivals[place]
         self.outcomes[outcome] += 1
 
 
-def offered(load: float, seconds: float = 60.0) -> Counter[str]:
-    """What becomes of requests at `load` times the capacity."""
-    cluster, draw, now = SimulatedCluster(), random.Random(1), 0.0
+def offered(load: float, objective: float = math.inf, seconds: float = 60.0) -> SimulatedCluster:
+    """Has met requests at `load` times its capacity, after 5 seconds at half of the capacity."""
+    cluster, draw, now, order = SimulatedCluster(objective), random.Random(1), 0.0, 0
     weights = [share for share, *_ in KINDS]
-    for order in range(int(load * CAPACITY * seconds)):
-        now += draw.expovariate(load * CAPACITY)
-        ((_, tenant, priority, deadline),) = draw.choices(KINDS, weights)
-        cluster.arrive(Place(priority, order, tenant), now, now + deadline)
+    for rate, end in ((0.5 * CAPACITY, 5.0), (load * CAPACITY, 5.0 + seconds)):
+        while (now := now + draw.expovariate(rate)) < end:
+            ((_, tenant, priority, deadline),) = draw.choices(KINDS, weights)
+            cluster.arrive(Place(priority, order, tenant), now, now + deadline)
+            order += 1
     cluster.advance(now + 20.0)
-    return cluster.outcomes
+    return cluster
 
 
 @pytest.mark.parametrize("load", [1.5, 2.0, 4.0])
 def test_overload_is_refused_at_once_and_the_rest_is_in_time(load: float) -> None:
-    outcomes = offered(load)
+    outcomes = offered(load).outcomes
     answered = outcomes["in time"]
     assert answered >= 0.95 * CAPACITY * 60.0
     later = outcomes["late"] + outcomes["refused later"]
-    assert later <= 0.02 * outcomes.total()
+    assert later <= 0.01 * outcomes.total()
+
+
+@pytest.mark.parametrize("load", [1.5, 2.0, 4.0])
+def test_what_is_admitted_keeps_the_objective(load: float) -> None:
+    cluster = offered(load, objective=1.0)
+    outcomes = cluster.outcomes
+    assert outcomes["in time"] >= 0.95 * CAPACITY * 60.0
+    assert outcomes["late"] + outcomes["refused later"] <= 0.003 * outcomes.total()
+    assert statistics.quantiles(cluster.waits, n=100)[98] <= 1.0
 
 
 def test_half_the_capacity_is_answered_in_full() -> None:
-    outcomes = offered(0.5)
+    outcomes = offered(0.5, objective=1.0).outcomes
     assert outcomes["in time"] == outcomes.total()
