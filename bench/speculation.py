@@ -1,13 +1,15 @@
 """Decoding with and without guessed tokens: tokens a second, and whether answers are the same.
 
     python -m bench.speculation [--model MODEL] [--draft-model MODEL] [--quantization none]
-                                [--rows rewrite code json free complete] [--streams 1 8]
+                                [--rows rewrite code json complete free noise] [--streams 1 8]
                                 [--tokens 160] [--repeats 3]
 
-One engine under a decode worker's scheduler answers the same prompts in turn with speculation off
-and on (ngram, and draft if there is one), greedily. Times are from the first tokens to the last
-ones, and the best of all repeats, each of which has all ways. They have the draft's prompts in
-them. Every answer must be the same in all ways, or the run fails.
+One engine under a decode worker's scheduler answers the same prompts with speculation off and on
+(ngram, and draft if there is one), greedily; noise is drawn at a high temperature, so that nothing
+can be guessed. The ways take turns step by step, so that other work on the machine slows all of
+them down alike. Times are from the first tokens to the last ones, with the draft's prompts in them;
+shown is the repeat whose ratio is the median. Every answer must be the same in all ways, or the run
+fails.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.core import model_store
 from baton.core.config import Config
@@ -29,7 +31,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import token_and_logprobs
 from baton.router.prompts.text import Text
 from baton.worker.metrics import WorkerMetrics
-from baton.worker.step_pipeline import StepPipeline
+from baton.worker.step_pipeline import Settled, StepPipeline
 from baton.worker.step_record import StepRecord
 
 CHUNK_TOKENS = 256
@@ -85,7 +87,9 @@ PROMPTS = {
     "json": f"Reformat these lines as one JSON array, with all fields:\n\n{RECORDS}",
     "complete": f"Complete this class with pop, _sift_up and _sift_down:\n\n```python\n{HEAP}```",
     "free": "Write a short story about a fox who learns to swim.",
+    "noise": "Write a short story about a fox who learns to swim.",
 }
+GREEDY, NOISY = Sampling(), Sampling(temperature=2.0)
 
 
 @dataclass(slots=True)
@@ -99,12 +103,29 @@ class Run:
     guessed: int = 0
     accepted: int = 0
 
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     prompts: list[list[int]]
+    sampling: Sampling
     most_tokens: int
     stops: frozenset[int]
+
+    def works(self) -> list[Work]:
+        return [
+            Work(
+                AttemptKey(str(number), 1),
+                prompt,
+                replace(self.sampling, seed=number),
+                self.most_tokens,
+                self.stops,
+            )
+            for number, prompt in enumerate(self.prompts)
+        ]
 
 
 def guesser(way: str, engine: Engine) -> Speculation | None:
@@ -115,35 +136,50 @@ def guesser(way: str, engine: Engine) -> Speculation | None:
     return Speculation(Drafts(engine.draft, engine.architecture.vocabulary_size, CHUNK_TOKENS))
 
 
-def decode(engine: Engine, load: Workload, way: str) -> Run:
-    speculation = guesser(way, engine)
-    scheduler = DecodeScheduler(engine.pool, 64, CHUNK_TOKENS, speculation)
-    pipeline = StepPipeline(engine, WorkerMetrics("bench", Role.DECODE), StepRecord())
-    pipeline.on_step = speculation.note_step if speculation else None
-    sequences = []
-    for number, prompt in enumerate(load.prompts):
-        key = AttemptKey(str(number), 1)
-        work = Work(key, prompt, Sampling(), load.most_tokens, load.stops)
-        sequences.append(Sequence.queued(work, engine.pool))
-        scheduler.compute(sequences[-1])
-    run = Run([])
-    began = time.perf_counter()
-    while plan := scheduler.next():
-        for settled in pipeline.advance(plan):
-            sequence, tokens = settled.sequence, [token_and_logprobs(d)[0] for d in settled.drawn]
-            finish = sequence.append(*tokens) if tokens else None
-            sequence.settle(settled.computed)
-            run.guessed += settled.guesses
-            run.accepted += len(tokens) - 1 if settled.guesses else 0
-            run.tokens += len(tokens)
-            if finish:
-                scheduler.remove(sequence)
+class Decoding:
+    """One way to answer the prompts of a workload."""
+
+    def __init__(self, engine: Engine, load: Workload, way: str) -> None:
+        speculation = guesser(way, engine)
+        self._scheduler = DecodeScheduler(engine.pool, 64, CHUNK_TOKENS, speculation)
+        self._pipeline = StepPipeline(engine, WorkerMetrics("bench", Role.DECODE), StepRecord())
+        self._pipeline.on_step = speculation.note_step if speculation else None
+        self._sequences = [Sequence.queued(work, engine.pool) for work in load.works()]
+        for sequence in self._sequences:
+            self._scheduler.compute(sequence)
+        self.run = Run([])
+
+    def step(self) -> bool:
+        """False when all is answered."""
+        run, began = self.run, time.perf_counter()
+        plan = self._scheduler.next()
+        for settled in self._pipeline.advance(plan):
+            self._commit(settled)
         run.steps += 1
-        if any(not each.generated for each in sequences):
-            began, run.tokens, run.steps = time.perf_counter(), 0, 0
-    run.seconds = time.perf_counter() - began
-    run.answers = [each.tokens[each.prompt_length :] for each in sequences]
-    return run
+        run.seconds += time.perf_counter() - began
+        if any(not each.generated for each in self._sequences):
+            self.run = Run([])
+        run.answers = [each.tokens[each.prompt_length :] for each in self._sequences]
+        return bool(plan)
+
+    def _commit(self, settled: Settled) -> None:
+        sequence, run = settled.sequence, self.run
+        tokens = [token_and_logprobs(each)[0] for each in settled.drawn]
+        finish = sequence.append(*tokens) if tokens else None
+        sequence.settle(settled.computed)
+        run.guessed += settled.guesses
+        run.accepted += len(tokens) - 1 if settled.guesses else 0
+        run.tokens += len(tokens)
+        if finish:
+            self._scheduler.remove(sequence)
+
+
+def decode(engine: Engine, load: Workload, ways: list[str]) -> dict[str, Run]:
+    decoding = {way: Decoding(engine, load, way) for way in ways}
+    going = list(decoding.values())
+    while going:
+        going = [each for each in going if each.step()]
+    return {way: each.run for way, each in decoding.items()}
 
 
 def tokenized(text: Text, prompt: str, streams: int) -> list[list[int]]:
@@ -153,26 +189,23 @@ def tokenized(text: Text, prompt: str, streams: int) -> list[list[int]]:
     return [text.encode(chat) for chat in chats]
 
 
-def measure(engine: Engine, load: Workload, ways: list[str], repeats: int) -> dict[str, Run]:
-    """The best run of each way."""
-    runs = [{way: decode(engine, load, way) for way in ways} for _ in range(repeats)]
+def measure(engine: Engine, load: Workload, ways: list[str], repeats: int) -> list[dict[str, Run]]:
+    """A run of each way, for each repeat."""
+    runs = [decode(engine, load, ways) for _ in range(repeats)]
     if any(run.answers != runs[0]["off"].answers for each in runs for run in each.values()):
         sys.exit("an answer with guesses differs from the one without")
-    return {way: min((each[way] for each in runs), key=lambda run: run.seconds) for way in ways}
+    return runs
 
 
-def report(name: str, streams: int, runs: dict[str, Run]) -> None:
-    plain = runs["off"]
-    off = plain.tokens / plain.seconds
-    for way, run in runs.items():
-        if way == "off":
-            continue
-        on = run.tokens / run.seconds
-        print(
-            f"{name:<10}{way:<8}{streams:>8}{off:>10.1f}{on:>10.1f}{on / off:>8.2f}"
-            f"{run.accepted / max(run.guessed, 1):>10.0%}{plain.steps / run.steps:>8.2f}",
-            flush=True,
-        )
+def report(name: str, streams: int, way: str, runs: list[dict[str, Run]]) -> None:
+    ordered = sorted(runs, key=lambda each: each[way].rate / each["off"].rate)
+    plain, run = (ordered[len(ordered) // 2][each] for each in ("off", way))
+    print(
+        f"{name:<10}{way:<8}{streams:>8}{plain.rate:>10.1f}{run.rate:>10.1f}"
+        f"{run.rate / plain.rate:>8.2f}{run.accepted / max(run.guessed, 1):>10.0%}"
+        f"{plain.steps / run.steps:>8.2f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -208,8 +241,11 @@ def main() -> None:
     for name in options.rows:
         for streams in options.streams:
             prompts = tokenized(text, PROMPTS[name], streams)
-            load = Workload(prompts, options.tokens, text.eos_token_ids)
-            report(name, streams, measure(engine, load, ways, options.repeats))
+            sampling = NOISY if name == "noise" else GREEDY
+            load = Workload(prompts, sampling, options.tokens, text.eos_token_ids)
+            runs = measure(engine, load, ways, options.repeats)
+            for way in ways[1:]:
+                report(name, streams, way, runs)
 
 
 if __name__ == "__main__":

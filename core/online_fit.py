@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 PRIOR_WEIGHT = 2.0
 """Measurements of each feature alone that the prior counts for."""
-LEAST_RIDGE = 1e-9
-"""For features that were always 0: the prior alone counts."""
+LEAST_WEIGHT = 1e-9
+"""For features that were 0 for as long as that, the prior alone counts."""
 LEAST_SHARE = 0.01
 """No coefficient falls below this share of the prior's."""
 OUTLIER = 3.0
@@ -95,10 +95,11 @@ class OnlineFit:
         squares = [row.copy() for row in self._squares]
         products = self._products.copy()
         for i in range(size):
-            ridge = PRIOR_WEIGHT * squares[i][i] / self._weight + LEAST_RIDGE
+            ridge = PRIOR_WEIGHT * squares[i][i] / self._weight
             squares[i][i] += ridge
             products[i] += ridge
-        found, free = [LEAST_SHARE] * size, list(range(size))
+        found = [1.0] * size
+        free = [i for i in range(size) if self._squares[i][i] > LEAST_WEIGHT]
         while free:
             held = [i for i in range(size) if i not in free]
             rest = [products[i] - sum(squares[i][j] * found[j] for j in held) for i in free]

@@ -1,14 +1,14 @@
 """How many tokens of each sequence a step guesses: as many as are predicted to bring the most
 tokens a second.
 
-A step over r rows takes a + b * r seconds, by an online fit. A guess is one more row. It brings a
-token with the chance that it and all guesses before it are right. So guesses are added, the
-likeliest first, while each brings more tokens a second than the step has without it. Where there is
-a draft model (decode_worker/drafts.py), it guesses for the sequences in which nothing likelier was
-found.
+What a step costs by its number of rows is measured (decode_worker/step_cost.py). A guess is one
+more row. It brings a token with the chance that it and all guesses before it are right. So guesses
+are added, the likeliest first, while each brings more tokens a second than the step has without it.
+Now and then a step runs without guesses, so that both costs are known. Where there is a draft model
+(decode_worker/drafts.py), it guesses for the sequences in which nothing likelier was found.
 
 On a GPU the host plans a step while the one before runs, and so does not know its tokens. A step
-with guesses must be planned when these are known: the device waits for c seconds, by the same fit.
+with guesses must be planned when these are known, and the device waits that long, by the same fit.
 Steps run ahead until guesses are predicted to bring more than that costs.
 
 Guesses are what a step runs besides. Whether any was right changes how fast an answer comes, and
@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from baton.core.online_fit import OnlineFit
 from baton.decode_worker.drafts import Drafts, Offer, Pace
+from baton.decode_worker.step_cost import StepCost
 from baton.engine.page_pool import PagePool
 from baton.engine.prompt_lookup import PastAnswers, PromptLookup, new_acceptance
 from baton.engine.sequence import Sequence
@@ -31,41 +31,55 @@ from baton.engine.token_index import LONG
 MOST_GUESSES = 15
 """Of one sequence in one step."""
 
-STEP_SECONDS, ROW_SECONDS, WAIT_SECONDS = 1e-2, 1e-3, 1e-3
-"""Assumed until steps have been measured; only their ratios matter."""
+FIRST_PERIOD, PERIOD = 2, 32
+"""After so many steps with guesses one runs without, at first and later."""
 
 MOST_FOLLOWED = 64
 """Sequences whose tokens are guessed where steps run ahead. The host takes some 10 us for each, and
 of more it would take longer than their step."""
 
-MEMORY = 200.0
-"""Steps after which one counts for a third."""
-
 _Chance = tuple[float, Sequence]
 
 
 class Speculation:
-    def __init__(self, drafts: Drafts | None = None, *, runs_ahead: bool = False) -> None:
+    def __init__(
+        self,
+        drafts: Drafts | None = None,
+        cost: StepCost | None = None,
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
         """`runs_ahead`: steps are planned while the one before runs."""
         self._drafts = drafts
         self._runs_ahead = runs_ahead
-        self._cost = OnlineFit((STEP_SECONDS, ROW_SECONDS, WAIT_SECONDS), MEMORY)
+        self._cost = cost or StepCost(runs_ahead=runs_ahead)
         self._acceptance = new_acceptance()
         self._past = PastAnswers()
+        self._steps_with_guesses = 0  # since one without
+        self._period = FIRST_PERIOD
 
     def note_step(self, rows: int, seconds: float, waited: bool = False) -> None:
-        self._cost.note((1, rows, waited and self._runs_ahead), seconds)
+        self._cost.note(rows, seconds, waited=waited and self._runs_ahead)
         if self._drafts:
-            self._drafts.earn(self._cost.predict((1, rows, 0)))
+            self._drafts.earn(self._cost.seconds(rows))
 
     def waits(self, plan: Plan, most_rows: int) -> bool:
         """Whether guesses bring more than a step that is launched at once: for guesses, the tokens
         of the step in flight must be known."""
         if len(plan) > MOST_FOLLOWED or not any(each.expected for each in plan):
             return False
+        if self._runs_without():
+            return False
         decoding = [each for each in plan if each.uncomputed == 1]
         chances = [(chance, each) for each in decoding for chance in self._chances_ahead(each)]
         return bool(self._depths(chances, decoding, sum(plan.values()), most_rows))
+
+    def _runs_without(self) -> bool:
+        """Whether a step without guesses is due, to be measured."""
+        if self._steps_with_guesses < self._period:
+            return False
+        self._steps_with_guesses, self._period = 0, min(2 * self._period, PERIOD)
+        return True
 
     def _chances_ahead(self, sequence: Sequence) -> list[float]:
         """Of guesses behind the token that comes next, if that is right too."""
@@ -77,13 +91,17 @@ class Speculation:
         if self._runs_ahead and len(plan) > MOST_FOLLOWED:
             return
         if any(each.expected for each in plan):
+            self._steps_with_guesses = 0
             return
         decoding = [each for each in plan if each.uncomputed == 1]
+        if not decoding or self._runs_without():
+            return
         offers = {each: self._found(each) for each in decoding}
         if self._drafts:
             self._add_drafts(self._drafts, offers, sum(plan.values()), most_rows)
         chances = [(chance, each) for each, offer in offers.items() for chance in offer.chances]
         depths = self._depths(chances, decoding, sum(plan.values()), most_rows)
+        self._steps_with_guesses = self._steps_with_guesses + 1 if depths else 0
         for sequence, depth in depths.items():
             free = pool.free
             sequence.guesses = covered(sequence, offers[sequence].guesses[:depth], pool, pages)
@@ -107,8 +125,8 @@ class Speculation:
         self, drafts: Drafts, offers: dict[Sequence, Offer], rows: int, most: int
     ) -> None:
         """Replaces what was found by the draft's guesses, where these are likelier."""
-        _, row, _ = self._cost.coefficients
-        pace = Pace(len(offers), self._cost.predict((1, rows, 0)), row)
+        seconds = self._cost.seconds(rows)
+        pace = Pace(len(offers), seconds, (self._cost.seconds(2 * rows) - seconds) / rows)
         wanted = {
             each: most_guesses(each) if drafts.share(each) > next(iter(offer.chances), 0.0) else 0
             for each, offer in offers.items()
@@ -138,18 +156,19 @@ class Speculation:
     ) -> Counter[Sequence]:
         """How many guesses of each sequence pay, where the step has `rows` rows without them and
         brings each of those that decode a token."""
-        _, row, _ = self._cost.coefficients
-        ahead = self._runs_ahead and not all(each.sampled_by_tokens for each in decoding)
+        cost, most = self._cost, min(most, self._cost.most_rows(rows) - rows)
+        waits = self._runs_ahead and not all(each.sampled_by_tokens for each in decoding)
         tokens = float(len(decoding))
-        without = tokens / self._cost.predict((1, rows, 0))
-        seconds = self._cost.predict((1, rows, ahead))
+        without = tokens / cost.seconds(rows)
+        seconds = cost.seconds(rows, waited=waits)
         depths: Counter[Sequence] = Counter()
         for chance, sequence in sorted(chances, key=lambda each: -each[0])[:most]:
-            if chance * seconds <= tokens * row:
+            rows += 1
+            longer = cost.seconds(rows, waited=waits)
+            if (tokens + chance) * seconds <= tokens * longer:
                 break
             depths[sequence] += 1
-            tokens += chance
-            seconds += row
+            tokens, seconds = tokens + chance, longer
         return depths if tokens > without * seconds else Counter()
 
 

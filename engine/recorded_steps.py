@@ -9,7 +9,7 @@ and width of the page tables.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import replace
 
 import torch
@@ -22,12 +22,15 @@ from baton.kernels.cpu import compiler
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS = 16
-"""Beyond, the products take most of a step's time."""
+MOST_ROWS = 32
+"""Beyond, the products take nearly all of a step's time."""
 
-MOST_RECORDINGS = 32
-LEAST_WIDTH = 8
-"""Pages. Tables are as wide as a power of two, so that few recordings serve all contexts."""
+MOST_RECORDED_ROWS = 512
+"""Of all recordings together: each keeps the memory of its rows."""
+LEAST_WIDTH = 64
+"""Pages. Tables are as wide as a power of two, so that few recordings serve all contexts. A wider
+one takes no longer: steps with guesses have many numbers of rows, and each would be recorded for
+each width."""
 
 Key = tuple[int, int, tuple[tuple[int, bool], ...]]
 """Threads, rows, and of each table the width and whether it starts after the first token."""
@@ -36,7 +39,6 @@ Key = tuple[int, int, tuple[tuple[int, bool], ...]]
 class RecordedSteps:
     def __init__(self, model: Model, caches: list[LayerCache]) -> None:
         self._model, self._caches = model, caches
-        self._seen: Counter[Key] = Counter()
         self._steps: OrderedDict[Key, _RecordedStep] = OrderedDict()  # least recently used first
         self.enabled = compiler.suits(model.embedding.dtype, caches[0].kv.device)
 
@@ -49,9 +51,6 @@ class RecordedSteps:
         if step := self._steps.get(key):
             self._steps.move_to_end(key)
             return step.repeat(batch)
-        self._seen[key] += 1
-        if self._seen[key] == 1:  # most batches of a shape that comes once do not come again
-            return self._model.forward(batch, self._caches)
         return self._record(key, batch)
 
     def _record(self, key: Key, batch: StepBatch) -> Tensor:
@@ -61,7 +60,7 @@ class RecordedSteps:
             self.enabled = False
         else:
             self._steps[key] = step
-            if len(self._steps) > MOST_RECORDINGS:
+            while sum(rows for _, rows, _ in self._steps) > MOST_RECORDED_ROWS:
                 self._steps.popitem(last=False)
         return step.found
 

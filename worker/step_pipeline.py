@@ -46,7 +46,8 @@ LONGEST_IDLE = 0.05
 """Seconds between two steps; a device that waits longer had nothing to run."""
 
 OnStep = Callable[[int, float, bool], None]
-"""Gets the rows and seconds of a step, and whether the device waited for it, which counts."""
+"""Gets the rows and seconds of a step that only decodes, and whether the device waited for it,
+which counts."""
 
 
 class StepPipeline:
@@ -94,7 +95,7 @@ class StepPipeline:
         began, self._settled_at = max(launched.began, self._settled_at), time.monotonic()
         seconds = self._settled_at - began
         self._metrics.step(len(plan), launched.rows, seconds)
-        if self.on_step:
+        if self.on_step and max(plan.values()) == 1:
             idle = launched.idle if (launched.idle or LONGEST_IDLE) < LONGEST_IDLE else None
             self.on_step(launched.rows, seconds + (idle or 0.0), idle is not None)
         self._observe_compute(plan, seconds)

@@ -256,6 +256,27 @@ def test_guesses_end_where_a_row_costs_what_it_brings() -> None:
     assert len(sequence.guesses) > 2
 
 
+def rows_of_steps(count: int, steps: int) -> list[int]:
+    """Of steps in which `count` sequences are guessed, on a device that computes while it reads
+    the weights."""
+    pool, speculation = PagePool(200, 4), Speculation()
+    sequences = repeating(pool, count)
+    rows = []
+    for _ in range(steps):
+        speculation.guess(dict.fromkeys(sequences, 1), 64, pool, 64)
+        rows.append(sum(1 + len(each.take_guesses()) for each in sequences))
+        speculation.note_step(rows[-1], max(0.02, 0.0048 * rows[-1]))
+    return rows
+
+
+def test_guesses_that_make_a_batch_slower_end_and_others_go_on() -> None:
+    one, eight = rows_of_steps(1, 100), rows_of_steps(8, 100)
+    assert set(eight[8:]) == {8}, "though each guess is likely to be right"
+    assert max(one) <= 8
+    assert sum(rows > 2 for rows in one) > 80
+    assert 1 in one[-40:], "a step without guesses is measured now and then"
+
+
 def lookup_of(tokens: list[int], seen: Acceptance | None = None) -> PromptLookup:
     return PromptLookup(tokens, len(tokens), seen=seen)
 
