@@ -17,6 +17,7 @@ Prefill workers may also fetch cached pages (`Loans`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ from baton.worker.held_leases import HeldLeases
 from baton.worker.phase import Job, Order, Phase
 from baton.worker.step_pipeline import Settled
 
+log = logging.getLogger(__name__)
+
 MOST_LOANS = 16
 """Loans at once."""
 
@@ -67,7 +70,7 @@ class DecodePhase(Phase[DecodeSequence]):
     def _set_up(self, config: Config) -> None:
         self._drafts = self._make_drafts(config)
         speculation = None
-        if config.speculation != "off":
+        if self._guesses_tokens(config):
             speculation = Speculation(self._drafts, runs_ahead=self._engine.runs_ahead)
         self._scheduler: DecodeScheduler = DecodeScheduler(
             self._pool, config.decode.max_batch, config.decode.chunk_tokens, speculation
@@ -79,6 +82,13 @@ class DecodePhase(Phase[DecodeSequence]):
         self._held.append(self._loans)
         self._ticket_seconds = config.decode.ticket_seconds
         self._step_tokens: defaultdict[int, list[pb.StepTokens]] = defaultdict(list)
+
+    def _guesses_tokens(self, config: Config) -> bool:
+        if config.speculation != "auto":
+            return config.speculation != "off"
+        if not self._engine.has_independent_rows:
+            log.info("speculation: off, since a token may depend on what else a step computes")
+        return self._engine.has_independent_rows
 
     def _make_drafts(self, config: Config) -> Drafts | None:
         if config.speculation != "draft":

@@ -52,6 +52,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Outcome, Plan
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import load_model
+from baton.kernels.cpu import compiler
 from baton.kernels.fp8 import FP8
 from baton.kernels.low_rank import AdapterProducts
 
@@ -105,6 +106,12 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._runner = self.make_runner(self.gpu)
+
+    @property
+    def has_independent_rows(self) -> bool:
+        """Whether no row of a step on this CPU depends on the other rows."""
+        native = isinstance(self.architecture, Architecture)
+        return native and compiler.suits(self.dtype, self.kv.device)
 
     @classmethod
     def load(

@@ -84,6 +84,8 @@ class Backend:
         if config.speculation == "draft" and self._device != "cpu":
             raise InvalidConfig("draft runs on CPUs only so far", field="speculation")
         self._config = settle(config, self._device)
+        if config.speculation != self._config.speculation:
+            log.info("speculation: off on GPUs, unless it is set")
         self._worker_id = worker_id
         self._inbox = inbox
         self._outbox = outbox

@@ -16,7 +16,7 @@ from speculating import ANSWER, KEY, SAMPLINGS, WARM, Knowing, Loop, works
 from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
-from baton.core.config import Config
+from baton.core.config import Config, settle
 from baton.core.errors import InvalidConfig, InvalidGrammar
 from baton.core.types import AttemptKey, Sampling, Structure, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
@@ -208,6 +208,19 @@ def test_a_gpu_refuses_drafts_by_name() -> None:
     with pytest.raises(InvalidConfig, match="CPUs only") as refused:
         Backend(config, "", unused, unused, unused, unused, unused, progress=unused, on_lost=unused)
     assert refused.value.field == "speculation"
+
+
+def test_by_default_tokens_are_guessed_where_rows_are_independent(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    assert settle(Config(), "cpu").speculation == "auto"
+    assert settle(Config(), "cuda").speculation == "off"
+    for dtype, engine, expected in (
+        ("float32", "native", True),
+        ("float16", "native", False),
+        ("float32", "transformers", False),
+    ):
+        loaded = Engine.load(tmp_path, dtype=dtype, engine=engine, kv_memory=1 << 20)
+        assert loaded.has_independent_rows is expected
 
 
 def repeating(pool: PagePool, count: int, answer: int = 100) -> list[Sequence]:
