@@ -137,8 +137,8 @@ class Config:
         "auto",
         "Guess tokens that a step then checks, as long as that is predicted to be faster: ngram"
         " guesses what followed the same tokens before, in prompt or answer; draft has a smaller"
-        " model guess too (`draft_model`). No answer changes. auto: ngram on CPUs, where an answer's"
-        " bits do not depend on what else runs. On a GPU not draft yet.",
+        " model guess too (`draft_model`). No answer changes. auto: ngram on CPUs, where an"
+        " answer's bits do not depend on what else runs. On a GPU not draft yet.",
         "--speculation",
     )
     draft_model: str = key(
