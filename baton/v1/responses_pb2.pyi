@@ -61,12 +61,18 @@ class CachedAnswer(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CALL_IDS_FIELD_NUMBER: _builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _inference_pb2.FinishReason.ValueType
     """Why the worker ended it; unspecified where a stop string did."""
     cached_tokens: _builtins.int
     """Of the prompt's tokens, those that were cached."""
     fetched_tokens: _builtins.int
     """Of these, those that were fetched from another worker."""
+    guessed_tokens: _builtins.int
+    """Tokens that were guessed, for its usage."""
+    accepted_tokens: _builtins.int
+    """Of these, those that were right."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, possibly beyond a stop string."""
@@ -93,10 +99,12 @@ class CachedAnswer(_message.Message):
         logprobs: _abc.Iterable[_worker_pb2.Logprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_worker_pb2.Logprobs] | None = ...,
         call_ids: _abc.Iterable[_builtins.str] | None = ...,
+        guessed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "call_ids", b"call_ids", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "call_ids", b"call_ids", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "guessed_tokens", b"guessed_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

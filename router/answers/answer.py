@@ -199,7 +199,9 @@ class Answer:
     def recorded(self) -> CachedAnswer:
         """The complete answer, to be replayed."""
         assert self._recorded is not None
-        return CachedAnswer(merged(self._recorded), self._call_ids)
+        accepted, rejected = self.ledger.accepted_tokens, self.ledger.rejected_tokens
+        tokens = merged(self._recorded)._replace(guessed=accepted + rejected, accepted=accepted)
+        return CachedAnswer(tokens, self._call_ids)
 
     def _start(self, prefill_worker: str = "", decode_worker: str = "") -> None:
         started = pb.Started(

@@ -52,6 +52,8 @@ def _to(answer: CachedAnswer) -> responses_pb2.CachedAnswer:
         logprobs=map(logprobs_to, tokens.logprobs),
         prompt_logprobs=map(logprobs_to, tokens.prompt_logprobs),
         call_ids=answer.call_ids,
+        guessed_tokens=tokens.guessed,
+        accepted_tokens=tokens.accepted,
     )
 
 
@@ -63,5 +65,7 @@ def _from(message: responses_pb2.CachedAnswer) -> CachedAnswer:
         tuple(map(logprobs_from, message.logprobs)),
         message.fetched_tokens,
         tuple(map(logprobs_from, message.prompt_logprobs)),
+        guessed=message.guessed_tokens,
+        accepted=message.accepted_tokens,
     )
     return CachedAnswer(tokens, list(message.call_ids))

@@ -52,7 +52,7 @@ async def test_answers_with_and_without_guesses_are_the_same(tmp_path: Path) -> 
     with ProcessCluster(model, tmp_path / "off", tree=tree("off")) as plain:
         async with AsyncClient(plain.address) as client:
             expected = contents(await ask_all(client))
-    with ProcessCluster(model, tmp_path / "on", decode=2, tree=tree("ngram")) as cluster:
+    with ProcessCluster(model, tmp_path / "on", decode=2, tree=tree("auto")) as cluster:
         async with AsyncClient(cluster.address) as client:
             answers = await ask_all(client)
             assert contents(answers) == expected

@@ -51,7 +51,7 @@ def test_an_answer_streams(sdk: openai.OpenAI) -> None:
     with sdk.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         response = stream.get_final_response()
-    assert len(deltas) > 3
+    assert len(deltas) > 1
     assert "".join(deltas) == response.output_text == ANSWER
 
 

@@ -107,10 +107,16 @@ class ProcessCluster:
     ) -> None:
         self._module = module
         self.folder = workspace
-        # In float32 a token does not depend on its batch, on any device.
+        # In float32 a token does not depend on its batch, on any device. Tiny models repeat
+        # themselves: with guesses an answer may end before a test has interrupted it.
         self._models = model if isinstance(model, dict) else {}
         served = {"models": self._models} if self._models else {"model": str(model)}
-        self._tree: dict[str, object] = {**served, "dtype": "float32", **(tree or {})}
+        self._tree: dict[str, object] = {
+            **served,
+            "dtype": "float32",
+            "speculation": "off",
+            **(tree or {}),
+        }
         self._model_of: dict[str, str] = {}
         # Other load on the machine is other tests, not prompts of the same users.
         self._tree["decode"] = {"nice": 0, **self._section("decode")}
