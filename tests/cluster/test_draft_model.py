@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from draft_models import deepen, save_draft
-from processes import ProcessCluster
+from processes import ProcessCluster, scrape
 from text_model import save_text_model
 
 from baton import Answer, AsyncClient
@@ -85,6 +85,13 @@ def check_acceptance(cluster: ProcessCluster) -> None:
     assert right >= 0.98 * guesses, (right, guesses)
 
 
+def restored_pages(cluster: ProcessCluster, worker: str) -> float:
+    """That came back from host memory."""
+    cluster.wait_idle()
+    found = scrape(cluster.workers[worker].wait_for(r"metrics on (\S+)"), label="event")
+    return found.get(f"{metrics.TIER_EVENTS} restored", 0.0)
+
+
 async def busy(client: AsyncClient) -> list[str]:
     """The decode workers with requests."""
     workers = (await client.status()).workers
@@ -136,6 +143,28 @@ async def test_answers_and_acceptance_are_the_same_whatever_happens(tmp_path: Pa
             await client.switch_role("prefill-1", "decode")
             assert contents(await ask_all(client)) == expected, "with a third decode worker"
             check_acceptance(cluster)
+
+
+async def test_acceptance_is_the_same_out_of_the_second_tier(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_text_model(model)
+    draft = save_draft(model, tmp_path / "draft")
+    deepen(model, 21)
+    changes = {
+        "speculation": "draft",
+        "draft_model": str(draft),
+        "draft_kv_memory": "64MiB",
+        "router": {"local_prefill": "never"},
+        "cache": {"host_memory": "64MiB"},
+    }
+    # Holds one request at a time, so each evicts the pages of the one before.
+    with ProcessCluster(model, tmp_path / "on", tree=tree(80, **changes)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            first = contents(await ask_in_turn(client))
+            before = restored_pages(cluster, "decode-0")
+            assert contents(await ask_in_turn(client)) == first
+        check_acceptance(cluster)
+        assert restored_pages(cluster, "decode-0") > before
 
 
 def test_a_draft_of_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
