@@ -4,8 +4,9 @@ tokens a second.
 What a step costs by its number of rows is measured (decode_worker/step_cost.py). A guess is one
 more row. It brings a token with the chance that it and all guesses before it are right. So guesses
 are added, the likeliest first, while each brings more tokens a second than the step has without it.
-Now and then a step runs without guesses, so that both costs are known. Where there is a draft model
-(decode_worker/drafts.py), it guesses for the sequences in which nothing likelier was found.
+Now and then a step runs without guesses, or with some that do not seem to pay, so that both costs
+are known. Where there is a draft model (decode_worker/drafts.py), it guesses for the sequences in
+which nothing likelier was found.
 
 On a GPU the host plans a step while the one before runs, and so does not know its tokens. A step
 with guesses must be planned when these are known, and the device waits that long, by the same fit.
@@ -34,6 +35,10 @@ MOST_GUESSES = 15
 FIRST_PERIOD, PERIOD = 2, 32
 """After so many steps with guesses one runs without, at first and later."""
 
+TRIAL_PERIOD, TRIAL_ROWS, TRIAL_CHANCE = 64, 2, 0.5
+"""After so many steps without guesses so many that are as likely are tried: what was measured may
+have been a busy moment's."""
+
 MOST_FOLLOWED = 64
 """Sequences whose tokens are guessed where steps run ahead. The host takes some 10 us for each, and
 of more it would take longer than their step."""
@@ -56,6 +61,7 @@ class Speculation:
         self._acceptance = new_acceptance()
         self._past = PastAnswers()
         self._steps_with_guesses = 0  # since one without
+        self._steps_without = 0  # guesses
         self._period = FIRST_PERIOD
 
     def note_step(self, rows: int, seconds: float, waited: bool = False) -> None:
@@ -81,6 +87,13 @@ class Speculation:
         self._steps_with_guesses, self._period = 0, min(2 * self._period, PERIOD)
         return True
 
+    def _trial(self, chances: list[_Chance], most: int) -> Counter[Sequence]:
+        """A few likely guesses, where a step with guesses is due to be measured."""
+        if self._steps_without < TRIAL_PERIOD:
+            return Counter()
+        likely = sorted(chances, key=lambda each: -each[0])[: min(TRIAL_ROWS, most)]
+        return Counter(sequence for chance, sequence in likely if chance >= TRIAL_CHANCE)
+
     def _chances_ahead(self, sequence: Sequence) -> list[float]:
         """Of guesses behind the token that comes next, if that is right too."""
         return self._found(sequence).chances[sequence.expected :]
@@ -101,7 +114,9 @@ class Speculation:
             self._add_drafts(self._drafts, offers, sum(plan.values()), most_rows)
         chances = [(chance, each) for each, offer in offers.items() for chance in offer.chances]
         depths = self._depths(chances, decoding, sum(plan.values()), most_rows)
+        depths = depths or self._trial(chances, most_rows)
         self._steps_with_guesses = self._steps_with_guesses + 1 if depths else 0
+        self._steps_without = 0 if depths else self._steps_without + 1
         for sequence, depth in depths.items():
             free = pool.free
             sequence.guesses = covered(sequence, offers[sequence].guesses[:depth], pool, pages)
