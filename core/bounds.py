@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.errors import InvalidGrammar, InvalidRequest, InvalidSampling, TokenOutOfRange
-from baton.core.types import Sampling, Work
+from baton.core.types import LAST_PRIORITY, Sampling, Work
 
 MAX_REQUEST_BYTES = 8 * 2**20
 """Of a gRPC message or an HTTP body: more than a million tokens, as text or as ids."""
@@ -36,7 +36,7 @@ MAX_CACHE_SALT = 256
 MAX_BIASES = 1024
 MAX_CACHE_TTL = 86_400
 
-MAX_PRIORITY = 1000
+MAX_PRIORITY = LAST_PRIORITY
 """The least is -MAX_PRIORITY, which is admitted first."""
 
 TIER_PRIORITIES = {"priority": -100, "flex": 100, "batch": MAX_PRIORITY}

@@ -145,6 +145,10 @@ class Pooling(enum.Enum):
     ENCODER = 3  # by the embedding model, whose tokens the prompt has
 
 
+LAST_PRIORITY = 1000
+"""Of background requests, such as those of batches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One attempt as workers see it: token ids and numbers, no text."""
@@ -187,6 +191,11 @@ class Work:
         if not self.needs_all_rows:
             return self.cache_salt
         return f"{self.cache_salt}\n{self.key.request_id}\n{self.key.epoch}"
+
+    @property
+    def background(self) -> bool:
+        """Whether it pauses while other requests are served."""
+        return self.priority >= LAST_PRIORITY
 
     @property
     def adapter_digest(self) -> bytes:

@@ -12,6 +12,10 @@ the first priority always advances. New reservations wait while a preempted
 request of no later priority does. A request with local prefill starts as if it
 had been preempted.
 
+Background requests, which have the last priority, never share a step with others. While one of
+these can run, or a router holds them, they pause: they are ready again, with their pages. These
+they lose to a request that lacks some.
+
 Cached pages are held by reference: only the other pages of a reservation are
 pushed, and only the other pages of a preempted request are recomputed, one
 request after the other where they continue alike. Pages in the second tier are
@@ -23,6 +27,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 
 from baton.core.types import AttemptKey
 from baton.decode_worker.speculation import Speculation
@@ -59,14 +64,32 @@ class DecodeScheduler:
         self._preempted: list[Sequence] = []
         self._running: list[Sequence] = []
         self._orders = itertools.count()
+        self.held = False  # background requests pause, whatever else there is
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._ready) + len(self._preempted)
+        return len(self._waiting) + len(self._ready) + len(self._preempted) - self.paused
 
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def background(self) -> int:
+        """Running background requests."""
+        return sum(each.work.background for each in self._running)
+
+    @property
+    def paused(self) -> int:
+        """Background requests that others keep from running."""
+        arrived = (*self._ready, *self._preempted)
+        return sum(each.work.background for each in arrived) if self._pauses else 0
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether background requests pause. The first of each list has the first priority."""
+        groups = (self._running, self._ready, self._preempted)
+        return self.held or any(group and not group[0].work.background for group in groups)
 
     @property
     def prefilling(self) -> int:
@@ -97,11 +120,7 @@ class DecodeScheduler:
         granted = []
         while (first := self._first_waiting()) and not self._waits_for_preempted(first):
             keys, tokens = first.keys_to_find, len(first.tokens)
-            # Leaves a page for each request to grow, so that a new one does not cause a
-            # preemption at once.
-            room = len(self._running) + len(self._ready) + len(self._travelling)
-            cost = self._pool.cost_to_receive(tokens, keys)
-            if cost + room * self._pool.slices > self._pool.free:
+            if not self._make_room(first, self._cost_to_receive):
                 break
             if self._pool.lower.restore_pages(keys):
                 continue
@@ -110,6 +129,17 @@ class DecodeScheduler:
             self._travelling[first.work.key] = first
             granted.append(first)
         return granted
+
+    def _cost_to_receive(self, sequence: Sequence) -> int:
+        """With a page for each request to grow, so that a new one does not cause a preemption at
+        once."""
+        room = len(self._running) + len(self._ready) + len(self._travelling)
+        cost = self._pool.cost_to_receive(len(sequence.tokens), sequence.keys_to_find)
+        return cost + room * self._pool.slices
+
+    def _cost_to_compute(self, sequence: Sequence) -> int:
+        pages = self._pool.pages_for(len(sequence.tokens))
+        return self._pool.cost(pages, sequence.keys_to_find)
 
     def _waits_for_preempted(self, sequence: Sequence) -> bool:
         return bool(self._preempted) and _priority(self._preempted[0]) <= _priority(sequence)
@@ -151,8 +181,9 @@ class DecodeScheduler:
 
     def next(self) -> Plan:
         """The next step, oldest request first. Empty when nothing can run."""
+        self._pause()
         self._resume()
-        while self._ready and len(self._running) < self._max_batch:
+        while len(self._running) < self._max_batch and self._may_run(self._ready):
             bisect.insort(self._running, self._ready.pop(0), key=_order)
         if not self._grow() or any(each.guessing for each in self._running):
             return {}  # guesses in flight: all requests wait, so that they stay in one step
@@ -177,24 +208,33 @@ class DecodeScheduler:
             self._speculation.guess(plan, most_rows, self._pool, pages)
         return plan
 
+    def _pause(self) -> None:
+        """Makes background requests ready again, where they pause."""
+        pauses = self._pauses
+        while pauses and self._running and self._running[-1].work.background:
+            bisect.insort(self._ready, self._running.pop(), key=_order)
+
+    def _may_run(self, arrived: list[Sequence]) -> bool:
+        """Whether the first of them need not pause."""
+        return bool(arrived) and not (arrived[0].work.background and self._pauses)
+
     def _resume(self) -> None:
-        while self._preempted and len(self._running) < self._max_batch:
+        while len(self._running) < self._max_batch and self._may_run(self._preempted):
             if self._preempted[0].expected:
                 return
             if self._ready and _order(self._ready[0]) < _order(self._preempted[0]):
                 return
             sequence = self._preempted[0]
-            pages = self._pool.pages_for(len(sequence.tokens))
             keys = sequence.keys_to_find
             if next_page_pending(keys, self._pool, self._running):
                 return
-            if self._pool.cost(pages, keys) > self._pool.free:
+            if not self._make_room(sequence, self._cost_to_compute):
                 return
             if coming := self._pool.lower.restore_pages(keys):
                 sequence.restored += coming
                 return
             self._preempted.pop(0)
-            sequence.lease = self._pool.acquire(pages, keys)
+            sequence.lease = self._pool.acquire(self._pool.pages_for(len(sequence.tokens)), keys)
             sequence.computed = sequence.cached_tokens
             bisect.insort(self._running, sequence, key=_order)
 
@@ -209,16 +249,33 @@ class DecodeScheduler:
             tokens = len(sequence.tokens) + sequence.expected
             missing = self._pool.pages_for(tokens) - len(sequence.lease)
             if missing > 0 and not sequence.cover(self._chunk_tokens, self._pool):
-                if self._pool.returning or any(each.lease.pinned for each in self._running):
+                arrived = (*self._running, *self._ready)
+                if self._pool.returning or any(each.lease.pinned for each in arrived):
                     return False
                 self._preempt_last()
                 continue
             index += 1
         return True
 
+    def _make_room(self, sequence: Sequence, cost: Callable[[Sequence], int]) -> bool:
+        """Whether the pool has as many pages as it costs. Background requests lose theirs to
+        others, the youngest first."""
+        while cost(sequence) > self._pool.free:
+            last = max(self._last_of_groups, key=_order, default=sequence)
+            if sequence.work.background or not last.work.background:
+                return False
+            if self._pool.returning or last.lease.pinned:
+                return False  # until the steps in flight have ended
+            self._preempt_last()
+        return True
+
+    @property
+    def _last_of_groups(self) -> list[Sequence]:
+        return [group[-1] for group in (self._running, self._ready) if group]
+
     def _preempt_last(self) -> None:
-        groups = [group for group in (self._running, self._ready) if group]
-        sequence = max(groups, key=lambda group: _order(group[-1])).pop()
+        sequence = max(self._last_of_groups, key=_order)
+        next(group for group in (self._running, self._ready) if sequence in group).remove(sequence)
         sequence.lease.release()
         sequence.computed = 0
         if self._speculation:

@@ -115,7 +115,7 @@ class PrefillPhase(Phase[PrefillSequence]):
         """Whether the pages are not coming anyway, and there is room for all waiting prompts: a
         fetch must not delay them."""
         has_room = self._scheduler.waiting_pages <= self._pool.free
-        return has_room and not self._scheduler.has_to_wait(job.keys_to_find)
+        return has_room and not self._scheduler.has_to_wait(job)
 
     def _deliver(self, message: pb.Deliver) -> None:
         key = AttemptKey(message.request_id, message.epoch)
@@ -172,7 +172,8 @@ class PrefillPhase(Phase[PrefillSequence]):
             self._forget(job)
 
     def _unblock(self) -> bool:
-        """Fails the youngest prompt that holds pages when nothing else frees any.
+        """Fails the youngest prompt that holds pages when nothing else frees any, a background
+        one first.
 
         Several routers may order the same two requests differently here and at
         decode. Then one prompt may fill this pool and wait for decode's pages,
@@ -184,11 +185,11 @@ class PrefillPhase(Phase[PrefillSequence]):
         leaving = (job.delivered and not self._scheduler.has_started(job) for job in holders)
         will_free = any(leaving) or self._leaving or self._pool.returning
         blocked = self._scheduler.cleared_waiting or self._scheduler.running
-        if not holders or will_free or not blocked:
+        if not holders or will_free or not blocked or self._scheduler.paused:
             return False
         if self._fetches.coming or (self._adapters and self._adapters.loading):
             return False
-        youngest = max(holders, key=lambda job: job.queued_at)
+        youngest = max(holders, key=lambda job: (job.work.background, job.queued_at))
         error = Exhausted("the prefill and decode pools are full; try again")
         self._fail(youngest, error, retry=True)
         return True

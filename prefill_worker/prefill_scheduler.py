@@ -8,6 +8,10 @@ hold at once; until then the prompts behind it wait too, so none is starved.
 Where layers have windows it gets their pages chunk by chunk, and waits while
 there is none.
 
+Background prompts, which have the last priority, are computed in shorter chunks, and in steps of
+their own: while no other prompt can be computed, and no router holds them. The pages that they
+compute are not waited for, since they may pause.
+
 Of one priority, cleared prompts start first: a prompt whose ticket has arrived (or that is not
 pushed) frees its pages as soon as it is computed, while another may have to
 keep them.
@@ -26,7 +30,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.types import AttemptKey, Pooling
+from baton.core.types import LAST_PRIORITY, AttemptKey, Pooling
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.sequence import next_page_pending
 from baton.engine.step import Plan
@@ -37,6 +41,10 @@ MOST_CHUNKS = 32
 """Chunks reported of one prompt. Beyond that neighbours are joined in pairs."""
 
 LOOK_AHEAD = 8
+
+BACKGROUND_SHARE = 4
+"""A chunk of background prompts is so many times shorter: another prompt may have to wait for
+it."""
 
 LAST_TOKENS = 2048
 """A long prompt's last chunk. The push of its pages hides behind no further compute, so they
@@ -118,14 +126,30 @@ class PrefillScheduler:
         self._waiting: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
         self._started: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
         self._inputs: dict[AttemptKey, PrefillSequence] = {}  # of the embedding model
+        self.held = False  # background prompts pause, unless others wait for their pages
+        self._pauses = False  # by the last plan
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._inputs)
+        kinds = itertools.chain(self._waiting.values(), self._inputs.values())
+        return sum(not self._is_paused(each) for each in kinds)
 
     @property
     def running(self) -> int:
-        return len(self._started)
+        return sum(not self._is_paused(each) for each in self._started.values())
+
+    @property
+    def background(self) -> int:
+        """Background prompts that are computed."""
+        return 0 if self._pauses else sum(map(_is_background, self._started.values()))
+
+    @property
+    def paused(self) -> int:
+        """Background prompts that others keep from being computed."""
+        return sum(map(self._is_paused, self._all))
+
+    def _is_paused(self, sequence: PrefillSequence) -> bool:
+        return self._pauses and sequence.work.background
 
     @property
     def queued_tokens(self) -> int:
@@ -169,12 +193,16 @@ class PrefillScheduler:
             alone = sequence.work.alone or (batch and batch[0].work.alone)
             if (batch and (budget < 0 or alone)) or urgent < sequence.work.priority:
                 break
+            if self.held and sequence.work.background:
+                break
             batch.append(sequence)
         return batch
 
-    def has_to_wait(self, keys: list[bytes]) -> bool:
+    def has_to_wait(self, sequence: PrefillSequence) -> bool:
         """Whether the first page that the cache lacks is being computed or fetched."""
-        if next_page_pending(keys, self._pool, self._started.values()):
+        keys, background = sequence.keys_to_find, sequence.work.background
+        before = [each for each in self._started.values() if background or not _is_background(each)]
+        if next_page_pending(keys, self._pool, before):
             return True
         missing = keys[self._pool.find(keys) :] if self._coming else []
         return bool(missing) and missing[0] in self._coming
@@ -187,10 +215,19 @@ class PrefillScheduler:
 
     def next(self) -> Plan:
         """The next step, first prompt first. Empty when nothing can run."""
+        plan = self._plan(self._chunk_tokens, background=False)
+        blocked = not all(map(_is_background, self._waiting.values()))
+        self._pauses = bool(plan) or (self.held and not blocked)
+        if self._pauses:
+            return plan
+        return self._plan(max(1, self._chunk_tokens // BACKGROUND_SHARE), background=True)
+
+    def _plan(self, budget: int, *, background: bool) -> Plan:
+        """Of background prompts, or of others."""
         plan: Plan = {}
-        budget = self._chunk_tokens
+        started = [each for each in self._started.values() if _is_background(each) == background]
         urgent = min(map(_priority, self._waiting.values()), default=math.inf)
-        for sequence in sorted(self._started.values(), key=_priority):
+        for sequence in sorted(started, key=_priority):
             if urgent < sequence.work.priority:
                 budget = self._start(plan, budget, before=sequence.work.priority)
             if budget == 0:
@@ -198,10 +235,10 @@ class PrefillScheduler:
             # Nothing is left to plan once the last chunk has been launched.
             if sequence.uncomputed and not sequence.expected:
                 budget -= self._add_chunk(plan, sequence, budget)
-        self._start(plan, budget)
+        self._start(plan, budget, before=math.inf if background else LAST_PRIORITY)
         return plan
 
-    def _start(self, plan: Plan, budget: int, before: float = math.inf) -> int:
+    def _start(self, plan: Plan, budget: int, before: float) -> int:
         """Starts waiting prompts of a priority `before` that. Returns what is left of the
         budget."""
         while budget and self._start_next(before):
@@ -242,8 +279,12 @@ class PrefillScheduler:
             self._waiting.values(), key=lambda each: (each.work.priority, not each.cleared)
         )
         first = waiting[:LOOK_AHEAD]
-        return next((each for each in first if not self.has_to_wait(each.keys_to_find)), None)
+        return next((each for each in first if not self.has_to_wait(each)), None)
 
 
 def _priority(sequence: PrefillSequence) -> int:
     return sequence.work.priority
+
+
+def _is_background(sequence: PrefillSequence) -> bool:
+    return sequence.work.background

@@ -47,11 +47,19 @@ Order = pb.Prefill | pb.Reserve | pb.Compute
 
 
 class Scheduler(Protocol):
+    held: bool
+
     @property
     def waiting(self) -> int: ...
 
     @property
     def running(self) -> int: ...
+
+    @property
+    def background(self) -> int: ...
+
+    @property
+    def paused(self) -> int: ...
 
     @property
     def queued_tokens(self) -> int: ...
@@ -97,6 +105,7 @@ class Phase(ABC, Generic[AnyJob]):
         self._draining = False
         self._jobs: dict[AttemptKey, AnyJob] = {}
         self._alone: set[AttemptKey] = set()  # of the jobs, those that share no step
+        self._holding: set[int] = set()  # routers that hold background requests
         self._leaving = HeldLeases(written=self.role is Role.DECODE)
         self._held = [self._leaving]
         self._set_up(config)
@@ -119,11 +128,18 @@ class Phase(ABC, Generic[AnyJob]):
                 self._release(AttemptKey(message.release.request_id, message.release.epoch))
             case "sender_gone":
                 self._transfer.post(SenderDied(message.sender_gone.agent))
+            case "hold":
+                self._hold(attachment, pause=message.hold.pause)
 
     def on_detach(self, attachment: int) -> None:
         """Releases everything that a disconnected router's requests hold."""
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
             self._release(key)
+        self._hold(attachment, pause=False)
+
+    def _hold(self, attachment: int, *, pause: bool) -> None:
+        (self._holding.add if pause else self._holding.discard)(attachment)
+        self._scheduler.held = bool(self._holding)
 
     def on_transfer(self, event: TransferEvent) -> None:
         """Handles an event of the transfer thread."""
@@ -186,6 +202,8 @@ class Phase(ABC, Generic[AnyJob]):
             kept_pages=len(self._pool.lower),
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
+            background=self._scheduler.background,
+            paused=self._scheduler.paused,
             queued_tokens=self._scheduler.queued_tokens,
             fault=leak or self._quarantine_fault(quarantined),
             transfers=self._transfers,

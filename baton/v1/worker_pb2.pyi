@@ -68,6 +68,7 @@ class RouterMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     RESYNC_CACHE_FIELD_NUMBER: _builtins.int
     SWITCH_ROLE_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First on every stream."""
@@ -125,6 +126,10 @@ class RouterMessage(_message.Message):
         RoleSwitched, to all routers.
         """
 
+    @_builtins.property
+    def hold(self) -> Global___Hold:
+        """To either: whether background requests pause, whatever else it has."""
+
     def __init__(
         self,
         *,
@@ -140,12 +145,13 @@ class RouterMessage(_message.Message):
         drain: Global___Drain | None = ...,
         resync_cache: Global___ResyncCache | None = ...,
         switch_role: Global___SwitchRole | None = ...,
+        hold: Global___Hold | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone", "switch_role", b"switch_role"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "hold", b"hold", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone", "switch_role", b"switch_role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone", "switch_role", b"switch_role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "hold", b"hold", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone", "switch_role", b"switch_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone", "compute", "ping", "drain", "resync_cache", "switch_role"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone", "compute", "ping", "drain", "resync_cache", "switch_role", "hold"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -404,6 +410,31 @@ class Verdict(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class Hold(_message.Message):
+    """The router has requests on workers that compute on the same cores. Background
+    requests (of the last priority) pause there until its next Hold, or until it
+    detaches.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSE_FIELD_NUMBER: _builtins.int
+    pause: _builtins.bool
+    """False: there are none any more."""
+    def __init__(
+        self,
+        *,
+        pause: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hold: _TypeAlias = Hold  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):
@@ -1501,6 +1532,8 @@ class Load(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     PREFILLING_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
     """Pages that can be allocated at once, cached_pages included."""
     leased_pages: _builtins.int
@@ -1510,7 +1543,7 @@ class Load(_message.Message):
     cached_pages: _builtins.int
     """Pages of free_pages that hold a cached prefix."""
     waiting: _builtins.int
-    """Requests that wait for pages or compute."""
+    """Requests that wait for pages or compute, without paused ones."""
     running: _builtins.int
     """Requests in the current batch."""
     queued_tokens: _builtins.int
@@ -1537,6 +1570,10 @@ class Load(_message.Message):
     """Requests whose pages are under way, out of prefill or into decode."""
     prefilling: _builtins.int
     """How many of running a decode worker still prefills locally."""
+    paused: _builtins.int
+    """Background requests that pause while others are served."""
+    background: _builtins.int
+    """How many of running are background requests."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Digests of the adapters that are loaded."""
@@ -1562,10 +1599,12 @@ class Load(_message.Message):
         transfers: _builtins.int = ...,
         prefilling: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.bytes] | None = ...,
+        paused: _builtins.int = ...,
+        background: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "adapters", b"adapters", "busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "draft_seconds", b"draft_seconds", "fault", b"fault", "free_pages", b"free_pages", "guessed_steps", b"guessed_steps", "guessed_tokens", b"guessed_tokens", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "adapters", b"adapters", "background", b"background", "busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "draft_seconds", b"draft_seconds", "fault", b"fault", "free_pages", b"free_pages", "guessed_steps", b"guessed_steps", "guessed_tokens", b"guessed_tokens", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "paused", b"paused", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

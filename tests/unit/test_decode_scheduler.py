@@ -11,9 +11,12 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 
 
+PRIORITIES = {"batch": 1000, "flex": 999}
+
+
 def work(name: str, prompt: int, answer: int = 8, salt: str = "") -> Work:
-    """Names that begin with "batch" have a later priority."""
-    key, priority = AttemptKey(name, 1), 1000 if name.startswith("batch") else 0
+    """Names that begin with "batch" are background requests."""
+    key, priority = AttemptKey(name, 1), PRIORITIES.get(name.partition("-")[0], 0)
     return Work(
         key, range(prompt), Sampling(), answer, frozenset(), cache_salt=salt, priority=priority
     )
@@ -139,7 +142,7 @@ def test_when_the_pool_is_full_the_youngest_gives_way_and_is_computed_again() ->
 def test_a_request_of_a_later_priority_gives_way_though_it_is_older() -> None:
     bench = Bench(pages=6)
     bench.arrive("batch", 8, answer=12)
-    bench.arrive("live", 8, answer=9)
+    bench.arrive("live", 8, answer=14)
     bench.step_until_preempted("batch")
     assert bench.sequences["live"].computed
     bench.reserve("batch-2", 1)
@@ -155,7 +158,103 @@ def test_local_prompts_are_computed_by_priority() -> None:
     assert bench.step() == [("batch", 8)]
     bench.compute("live", 10)
     assert bench.step() == [("live", 8)]
-    assert bench.step() == [("live", 2), ("batch", 6)]
+    assert bench.step() == [("live", 2)]
+    bench.scheduler.remove(bench.sequences.pop("live"))
+    assert bench.step() == [("batch", 8)]
+
+
+def test_background_requests_pause_while_another_runs() -> None:
+    bench = Bench()
+    for name in ("batch", "batch-2"):
+        bench.arrive(name, 6, answer=20)
+    assert bench.step() == [("batch", 1), ("batch-2", 1)]
+    bench.arrive("live", 6, answer=4)
+    free = bench.pool.free
+    assert [bench.step() for _ in range(3)] == [[("live", 1)]] * 3
+    assert bench.pool.free == free + 2, "they keep their pages"
+    assert bench.step() == [("batch", 1), ("batch-2", 1)]
+
+
+def test_paused_requests_are_neither_running_nor_waiting() -> None:
+    bench = Bench()
+    bench.arrive("batch", 6)
+    bench.step()
+    counts = bench.scheduler
+    assert (counts.running, counts.background, counts.waiting, counts.paused) == (1, 1, 0, 0)
+    bench.arrive("live", 6)
+    bench.step()
+    assert (counts.running, counts.background, counts.waiting, counts.paused) == (1, 0, 0, 1)
+
+
+def test_a_paused_request_takes_no_place_in_the_batch() -> None:
+    bench = Bench(max_batch=2)
+    for name in ("batch", "batch-2"):
+        bench.arrive(name, 6)
+    bench.step()
+    for name in ("live", "live-2"):
+        bench.arrive(name, 6)
+    assert bench.step() == [("live", 1), ("live-2", 1)]
+
+
+def test_requests_of_other_priorities_share_steps() -> None:
+    bench = Bench()
+    bench.arrive("live", 6)
+    bench.arrive("flex", 6)
+    assert bench.step() == [("live", 1), ("flex", 1)]
+
+
+def test_background_requests_pause_while_they_are_held() -> None:
+    bench = Bench()
+    bench.arrive("batch", 6)
+    bench.scheduler.held = True
+    assert (bench.step(), bench.scheduler.paused) == ([], 1)
+    bench.arrive("live", 6, answer=2)
+    assert [bench.step(), bench.step()] == [[("live", 1)], []]
+    bench.scheduler.held = False
+    assert bench.step() == [("batch", 1)]
+
+
+def test_a_prompt_on_its_way_pauses_nobody() -> None:
+    bench = Bench()
+    bench.arrive("batch", 6)
+    bench.reserve("live", 6)
+    bench.scheduler.grant()
+    assert bench.step() == [("batch", 1)]
+
+
+def test_a_reservation_takes_the_pages_of_background_requests() -> None:
+    bench = Bench(pages=8)
+    for name in ("batch", "batch-2"):
+        bench.arrive(name, 8)
+    bench.step()
+    bench.reserve("batch-3", 12)
+    assert bench.scheduler.grant() == []
+    bench.reserve("live", 12)
+    assert [each.work.key.request_id for each in bench.scheduler.grant()] == ["live"]
+    bench.land("live")
+    assert bench.sequences["batch-2"].lease.released
+    assert not bench.sequences["batch"].lease.released
+    bench.scheduler.remove(bench.reserved.pop("batch-3"))
+    while bench.sequences:
+        bench.step()
+    assert bench.pool.free == 8
+
+
+def test_a_local_prompt_takes_the_pages_of_background_requests() -> None:
+    bench = Bench(pages=6)
+    bench.compute("batch", 16)
+    assert bench.step() == [("batch", 16)]
+    bench.compute("live", 16)
+    assert bench.step() == [("live", 16)]
+    assert bench.sequences["batch"].lease.released
+
+
+def test_a_local_prompt_does_not_wait_for_a_page_of_a_paused_one() -> None:
+    bench = Bench(chunk=8, root=b"root")
+    bench.compute("batch", 24)
+    assert bench.step() == [("batch", 8)]
+    bench.compute("live", 24)
+    assert bench.step() == [("live", 8)]
 
 
 def test_reservations_are_granted_by_priority() -> None:
@@ -224,7 +323,7 @@ def test_any_load_ends_with_an_empty_pool(seed: int) -> None:
     """Random requests, releases and arrivals on a pool that holds barely one of them."""
     draw = random.Random(seed)
     bench = Bench(pages=draw.randint(8, 12), max_batch=draw.randint(1, 4), chunk=8)
-    names = [f"r{index}" for index in range(30)]
+    names = [f"{draw.choice(['live', 'batch'])}-{index}" for index in range(30)]
     travelling: list[str] = []
     for _ in range(3000):
         if names and draw.random() < 0.3:
@@ -236,7 +335,9 @@ def test_any_load_ends_with_an_empty_pool(seed: int) -> None:
         if bench.sequences and draw.random() < 0.02:
             name = draw.choice(list(bench.sequences))
             bench.scheduler.remove(bench.sequences.pop(name))
-        bench.step()
+        bench.scheduler.held = draw.random() < 0.1
+        kinds = {name.partition("-")[0] for name, _ in bench.step()}
+        assert len(kinds) < 2, "background requests share no step with others"
         assert bench.pool.check_integrity() == ""
     assert not names
     assert not bench.sequences
@@ -278,6 +379,17 @@ def test_nothing_is_planned_beyond_the_last_token_that_is_under_way() -> None:
     assert bench.scheduler.next()
     InFlight(bench.scheduler.next())
     assert bench.scheduler.next() == {}
+
+
+def test_a_request_is_paused_though_a_step_of_it_is_under_way() -> None:
+    bench = Bench(pages=6)
+    bench.arrive("batch", prompt=8, answer=20)
+    flight = InFlight(bench.scheduler.next())
+    bench.compute("live", prompt=16, answer=2)
+    assert bench.scheduler.next() == {}, "its pages are in use"
+    flight.land()
+    assert list(bench.scheduler.next()) == [bench.sequences["live"]]
+    assert bench.sequences["batch"].generated == 2
 
 
 def test_preemption_waits_for_the_step_under_way() -> None:

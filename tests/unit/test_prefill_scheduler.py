@@ -71,15 +71,61 @@ def test_the_rest_of_a_step_goes_to_the_next_prompt() -> None:
 
 def test_a_prompt_of_an_earlier_priority_waits_for_one_chunk() -> None:
     made = scheduler()
-    made.queue(replace(work("batch", 25), priority=1000))
-    made.queue(replace(work("batch-2", 2), priority=1000))
-    assert run(made) == [("batch", 10)]
+    made.queue(replace(work("flex", 25), priority=100))
+    made.queue(replace(work("flex-2", 2), priority=100))
+    assert run(made) == [("flex", 10)]
     made.queue(work("live", 12))
     made.queue(work("live-2", 3))
     assert run(made) == [("live", 10)]
-    assert run(made) == [("live", 2), ("live-2", 3), ("batch", 5)]
+    assert run(made) == [("live", 2), ("live-2", 3), ("flex", 5)]
+    assert run(made) == [("flex", 10)]
+    assert run(made) == [("flex-2", 2)]
+
+
+def background(name: str, tokens: int) -> Work:
+    return replace(work(name, tokens), priority=1000)
+
+
+def test_background_prompts_have_short_chunks_and_steps_of_their_own() -> None:
+    made = scheduler(chunk=40)
+    made.queue(background("batch", 25))
+    made.queue(background("batch-2", 2))
     assert run(made) == [("batch", 10)]
-    assert run(made) == [("batch-2", 2)]
+    made.queue(work("live", 12))
+    assert run(made) == [("live", 12)]
+    assert (made.running, made.waiting, made.paused) == (0, 0, 2)
+    assert run(made) == [("batch", 10)]
+    assert (made.running, made.background, made.waiting, made.paused) == (1, 1, 1, 0)
+    assert run(made) == [("batch", 5), ("batch-2", 2)]
+
+
+def test_held_background_prompts_pause() -> None:
+    made = scheduler(chunk=40)
+    made.queue(background("batch", 25))
+    made.held = True
+    assert (run(made), made.paused) == ([], 1)
+    made.queue(work("live", 12))
+    assert [run(made), run(made)] == [[("live", 12)], []]
+    made.held = False
+    assert run(made) == [("batch", 10)]
+
+
+def test_held_background_prompts_are_computed_where_another_waits_for_their_pages() -> None:
+    made = scheduler(chunk=40, pages=4)
+    made.queue(background("batch", 16))
+    assert run(made) == [("batch", 10)]
+    made.held = True
+    made.queue(work("live", 16))
+    assert [run(made), run(made)] == [[("batch", 6)], [("live", 16)]]
+
+
+def test_a_prompt_does_not_wait_for_pages_of_a_background_prompt() -> None:
+    made = scheduler(chunk=40, root=b"root")
+    made.queue(background("batch", 25))
+    assert run(made) == [("batch", 10)]
+    made.queue(work("live", 25))
+    made.queue(background("batch-2", 25))
+    assert run(made) == [("live", 17)], "two pages are cached"
 
 
 def test_a_prompt_of_a_later_priority_does_not_overtake_one_without_room() -> None:
