@@ -99,12 +99,13 @@ def _worker_cells(worker: cluster_pb2.WorkerStatus, *, named: bool = False) -> l
         attached = "draining", "yellow"
     # The cached share of the prompt tokens that it was to prefill or to receive.
     hits = f"{worker.cached_tokens / worker.prompt_tokens:.0%}" if worker.prompt_tokens else "-"
+    paused = f"\n{worker.load.paused} paused" if worker.load.paused else ""
     return [
         Text.assemble(member.worker_id, (model + address + weights + pages, "dim")),
         _ROLES.get(member.role, "?"),
         Text(*attached),
         _pages(worker),
-        str(worker.load.waiting),
+        str(worker.load.waiting) + paused,
         str(worker.load.running),
         str(worker.active_requests),
         hits,

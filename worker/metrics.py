@@ -119,7 +119,7 @@ class WorkerMetrics:
         self._counters[names.FETCH_SECONDS].inc(seconds)
 
     def load(self, load: pb.Load) -> None:
-        self._gauges[names.WAITING].set(load.waiting)
+        self._gauges[names.WAITING].set(load.waiting + load.paused)
         self._gauges[names.RUNNING].set(load.running)
         for state in ("free", "leased", "quarantined", "cached"):
             pages = self._all_pages.labels(**self._labels, state=state)

@@ -268,7 +268,9 @@ class Answer:
     def _measure(self, count: int) -> None:
         ledger, before = self.ledger, self.ledger.last
         ledger.note_tokens(count)
-        if before:
+        if before and self._work.background:  # gaps are pauses
+            self._times.add_first(count, ledger.last)
+        elif before:
             self._times.add(count, (ledger.last - before) / count, ledger.last)
         else:
             self._times.add_first(count, ledger.last)

@@ -161,7 +161,7 @@ class _WorkerGauges(Collector):
         for link in list(self._links):
             role = link.role
             worker = [link.worker_id, role.value if role else "unknown"]
-            waiting.add_metric(worker, link.load.waiting)
+            waiting.add_metric(worker, link.load.waiting + link.load.paused)
             running.add_metric(worker, link.load.running)
             for state in ("free", "leased", "quarantined", "cached"):
                 pages.add_metric([*worker, state], getattr(link.load, f"{state}_pages"))

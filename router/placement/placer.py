@@ -60,7 +60,11 @@ class Topology:
 
     def prefill_columns(self, work: Work, suspicion: Suspicion) -> PrefillColumns:
         rows = [
-            (link.prompts.queued_tokens, link.has_room(suspicion), *self._cached(link, work))
+            (
+                link.prompts.queued_tokens,
+                link.has_room(suspicion, background=work.background),
+                *self._cached(link, work),
+            )
             for link in self.prefill
         ]
         columns = PrefillColumns(self.prefill_ids, self.reaches, *columns_of(rows))
@@ -70,18 +74,21 @@ class Topology:
     def decode_columns(self, work: Work, suspicion: Suspicion) -> DecodeColumns:
         rows = []
         for link in self.decode:
-            load = link.load
+            load, assigned, unanswered = link.load, link.active, link.assigned.unanswered
             running, prefilling = load.running, load.prefilling
+            if not work.background:  # the others will pause for it
+                running, assigned = running - load.background, link.assigned.live
+                unanswered = min(unanswered, assigned)
             # A report may be older than what was sent since.
-            waiting = max(load.waiting, link.assigned.unanswered)
+            waiting = max(load.waiting, unanswered)
             cached, saved = self._cached(link, work)
             rows.append(
                 (
-                    max(link.active, running + waiting),
+                    max(assigned, running + waiting),
                     load.free_pages,
-                    link.has_room(suspicion),
+                    link.has_room(suspicion, background=work.background),
                     cached,
-                    running - prefilling,
+                    max(0, running - prefilling),
                     waiting,
                     load.leased_pages,
                     link.prompts.queued_tokens,
@@ -222,8 +229,8 @@ class Placer:
     def _note_step(self, link: WorkerLink) -> None:
         """The cost model learns how long a decode worker's recent steps took."""
         stretch = link.pace.drain(self.prefill_busy_seconds, time.monotonic())
-        # Steps with local prefill teach nothing about the others.
-        if stretch is None or not link.prompts.was_empty:
+        # Steps with local prefill teach nothing about the others, nor do pages that no step reads.
+        if stretch is None or not link.prompts.was_empty or link.load.paused:
             return
         # Right after a prefill worker has joined, more busy seconds may be new than have passed.
         busy = min(stretch.busy_prefill, len(self._topology.prefill))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from baton.core.errors import NotCached
@@ -173,7 +173,7 @@ class Answering:
         answer = self._make_answer(task, index, emit, record=record)
         if answer.resume(task.request.resumed):
             await self.dispatcher.run(task.works[index], task.request, answer)
-            self._note_answer(answer.ledger)
+            self._note_answer(task.work, answer.ledger)
         finished = answer.finished()
         if task.request.pooling is None:
             self.dispatcher.placer.costs.note_answer(finished.usage.completion_tokens)
@@ -200,22 +200,27 @@ class Answering:
             ledger=task.entries[index],
             # Replayed tokens are in no metric: they would hide how long computing takes.
             times=TokenTimes() if cached else self.metrics.tokens,
-            on_first_token=(lambda ledger: None) if cached else self._note_first_token,
+            on_first_token=(lambda ledger: None) if cached else self._on_first_token(task.work),
             cached=cached,
             record=record,
         )
 
-    def _note_first_token(self, ledger: AnswerLedger) -> None:
-        self.metrics.ttft.observe(ledger.first - ledger.arrived)
-        self.trends.first_token(ledger)
-        self.demand.prefilled(ledger, self.dispatcher.placer.costs.costs)
+    def _on_first_token(self, work: Work) -> Callable[[AnswerLedger], None]:
+        def note(ledger: AnswerLedger) -> None:
+            if not work.background:
+                self.metrics.ttft.observe(ledger.first - ledger.arrived)
+                self.trends.first_token(ledger)
+            self.demand.prefilled(ledger, self.dispatcher.placer.costs.costs)
 
-    def _note_answer(self, ledger: AnswerLedger) -> None:
-        """Only complete answers count."""
-        self.metrics.e2e.observe(ledger.last - ledger.arrived)
-        if ledger.tokens > 1:
-            self.metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))
-        self.trends.answer(ledger)
+        return note
+
+    def _note_answer(self, work: Work, ledger: AnswerLedger) -> None:
+        """Only complete answers count, and toward latencies those that do not pause."""
+        if not work.background:
+            self.metrics.e2e.observe(ledger.last - ledger.arrived)
+            if ledger.tokens > 1:
+                self.metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))
+            self.trends.answer(ledger)
         self.demand.answer(ledger, self.dispatcher.placer.pages_held)
 
 

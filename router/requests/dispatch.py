@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.config import RouterConfig
 from baton.core.errors import InvalidAdapter, Unavailable, WorkerLost
-from baton.core.types import Adapter, AttemptKey, Pooling, Request, Role, Sampling, Work
+from baton.core.types import Adapter, AttemptKey, Request, Role, Sampling, Work
 from baton.router.answers.answer import Answer
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.placement.placement import Forecast, Placement, Reason, Suspicion
+from baton.router.placement.placement import Placement, Reason, Suspicion
 from baton.router.placement.placer import Placer
 from baton.router.placement.worker_state import QueuedPrompt
 from baton.router.requests.admission import Admission, Assignment
@@ -34,6 +34,7 @@ from baton.router.requests.attempt import (
     Tokens,
     merged,
 )
+from baton.router.requests.feedback import Feedback
 from baton.router.requests.inbox import Inbox, Rounds
 from baton.router.requests.retries import RetryState
 from baton.router.requests.verdicts import Loss
@@ -42,8 +43,6 @@ from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-SHORTEST_SECONDS = 1e-6
 
 CANARY_SECONDS = 10.0
 """How long a canary may take."""
@@ -178,7 +177,7 @@ class RunningAttempt:
         suspicion: Suspicion,
         ledger: AnswerLedger,
     ) -> None:
-        self._inbox = Inbox(dispatcher.rounds, self._handle)
+        self._inbox = Inbox(dispatcher.rounds, self._handle, self._more_patience)
         self._feedback = Feedback(work, assignment, dispatcher.placer, dispatcher.metrics, ledger)
         self._config = dispatcher.config
         # When a worker may get another request in place of this one.
@@ -191,6 +190,7 @@ class RunningAttempt:
         self._ended: AttemptEnded | None = None
         self._prompt: QueuedPrompt | None = None  # until it is prefilled
         self._unanswered = False
+        self._live: list[WorkerLink] = []  # on which it keeps background requests from running
         # The index of this process of the worker: a new process gets a new one.
         self._cache = assignment.prefiller.cache
         self._agents = [link.agent for link in assignment.links]
@@ -216,6 +216,10 @@ class RunningAttempt:
         self._prompt = self._assignment.prefiller.prompts.add(len(work.prompt_tokens), cached)
         self._unanswered = True
         self._assignment.responder.assigned.count_unanswered(+1)
+        if not work.background and self._assignment.placement.code is not Reason.CANARY:
+            for link in self._assignment.links:
+                link.count_live(+1)
+                self._live.append(link)
         self._send(self._attempt.start())
 
     async def drain(self, push: Callable[[Tokens], bool]) -> AttemptEnded | None:
@@ -231,6 +235,13 @@ class RunningAttempt:
         """Before its first decode step, the request may just be queued."""
         config = self._config
         return config.stall_timeout if self._attempt.decoding else config.first_token_timeout
+
+    def _more_patience(self) -> float:
+        """A background request may have paused."""
+        if not self._attempt.work.background:
+            return 0.0
+        paused_at = max(link.paused_at for link in self._assignment.links)
+        return max(0.0, paused_at + self._patience - time.monotonic())
 
     def _handle(self, events: list[AttemptEvent]) -> float:
         tokens = self._tokens(events)
@@ -281,6 +292,7 @@ class RunningAttempt:
         self._free_capacity(prefilled=True, answered=True)
         if self._begun_at is not None:
             self._service.end(time.monotonic() - self._begun_at)
+        self._end_live(len(self._live))
         self._on_room()
 
     def _send(self, sends: list[Send]) -> None:
@@ -295,106 +307,14 @@ class RunningAttempt:
         if prefilled and self._prompt is not None:
             self._assignment.prefiller.prompts.remove(self._prompt)
             self._prompt = None
+            self._end_live(len(self._live) - 1)
         if answered and self._unanswered:
             self._unanswered = False
             self._assignment.responder.assigned.count_unanswered(-1)
             self._on_room()
 
-
-@dataclass(slots=True)
-class Feedback:
-    """Learns from one attempt, from its start: how long its phases took, and what was cached.
-
-    Workers report their own times in the messages that they send anyway. They go to the cost
-    model, the metrics and the request's ledger, beside what was predicted when the request was
-    placed. A canary has no forecast and teaches the cost model nothing.
-    """
-
-    work: Work
-    assignment: Assignment
-    placer: Placer
-    metrics: RouterMetrics
-    ledger: AnswerLedger
-    began: float = field(default_factory=time.monotonic)
-    prefill_busy_seconds: float = field(init=False)  # before
-    compute_seconds: float = 0.0
-    prefilled: bool = False
-
-    def __post_init__(self) -> None:
-        self.prefill_busy_seconds = self.placer.prefill_busy_seconds
-
-    @property
-    def forecast(self) -> Forecast | None:
-        return self.assignment.placement.forecast
-
-    def note_step(self, step: pb.StepTokens) -> None:
-        if step.queue_seconds:
-            self.metrics.queued("decode", step.queue_seconds)
-        self.ledger.note_step(step)
-        if not (self.prefilled or self.assignment.prefill):
-            self._note_prompt(Role.DECODE, step)
-
-    def note(self, message: pb.WorkerMessage) -> None:
-        match message.WhichOneof("kind"):
-            case "reserved":
-                reserved = message.reserved
-                self.metrics.queued("reserve", reserved.queue_seconds)
-                self.ledger.note_reserved()
-                self._note_cached("decode", self.assignment.decode, reserved.cached_tokens)
-            case "first_token":
-                first = message.first_token
-                self.metrics.prefilled(first)
-                self.ledger.note_first_token(first)
-                if not self.prefilled:
-                    self._note_prompt(Role.PREFILL, first, first.fetch_seconds)
-                    self._note_fetch(first)
-            case "pushed":
-                self.metrics.pushed(message.pushed)
-                self.ledger.note_pushed(message.pushed)
-                self._note_push(message.pushed)
-
-    def _note_prompt(
-        self, role: Role, message: pb.FirstToken | pb.StepTokens, fetch_seconds: float = 0.0
-    ) -> None:
-        """The prompt is computed: `message` is its first token, or a local prefill's first step."""
-        if self.forecast is None or self.work.pooling is Pooling.ENCODER:
-            return  # another model says nothing about this one's prompts
-        self.prefilled = True
-        self.compute_seconds = seconds = message.compute_seconds
-        cached, pending, restored = message.cached_tokens, 0, 0
-        # With a fetch it may have waited for its pages, which says nothing about the queue.
-        if not fetch_seconds:
-            seconds += message.queue_seconds
-            pending, restored = self.forecast.pending_tokens, message.restored_tokens
-        busy = self._busy_prefill() if role is Role.DECODE else 0.0
-        missing = len(self.work.prompt_tokens) - cached
-        self.placer.costs.note_prompt(role, missing, cached, pending, seconds, restored, busy)
-        self._note_cached("prefill", self.assignment.prefiller, cached)
-        took = time.monotonic() - self.began
-        self.metrics.forecast(self.forecast.first_token_seconds, took)
-
-    def _note_fetch(self, first: pb.FirstToken) -> None:
-        """A failed fetch counts as if all pages had arrived when it was given up."""
-        if self.forecast is None or not first.fetch_seconds:
-            return
-        fetch, pool = self.assignment.placement.fetch, self.assignment.prefiller.pool
-        tokens = first.fetched_tokens or (fetch.tokens if fetch else 0)
-        size = round(self.placer.pages_held(tokens) * pool.page_bytes)
-        self.placer.costs.note_fetch(size, first.fetch_seconds)
-
-    def _busy_prefill(self) -> float:
-        """Average number of busy prefill workers since the request was placed."""
-        busy = self.placer.prefill_busy_seconds - self.prefill_busy_seconds
-        return max(0.0, busy) / max(time.monotonic() - self.began, SHORTEST_SECONDS)
-
-    def _note_cached(self, where: str, link: WorkerLink | None, tokens: int) -> None:
-        if self.forecast is not None:
-            self.metrics.cached(where, tokens)
-            if link is not None:
-                link.assigned.count_prompt(len(self.work.prompt_tokens), tokens)
-
-    def _note_push(self, pushed: pb.Pushed) -> None:
-        if self.forecast is not None:
-            self.placer.costs.note_push(
-                pushed.bytes, pushed.seconds, pushed.exposed_seconds, self.compute_seconds
-            )
+    def _end_live(self, count: int) -> None:
+        """On the first `count` of its workers, prefill before decode."""
+        for link in self._live[:count]:
+            link.count_live(-1)
+        del self._live[:count]

@@ -64,10 +64,17 @@ class Rounds:
 class Inbox:
     """Filled by links, drained by the attempt's handler."""
 
-    def __init__(self, rounds: Rounds, handle: Callable[[list[AttemptEvent]], float]) -> None:
-        """`handle` returns for how many seconds to wait for more events; 0 ends the draining."""
+    def __init__(
+        self,
+        rounds: Rounds,
+        handle: Callable[[list[AttemptEvent]], float],
+        more_patience: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`handle` returns for how many seconds to wait for more events; 0 ends the draining. If
+        none comes, `more_patience` returns for how many more."""
         self._rounds = rounds
         self._handle = handle
+        self._more_patience = more_patience
         self._loop = asyncio.get_running_loop()
         self._events: list[AttemptEvent] = []
         self._over: asyncio.Future[bool] = self._loop.create_future()
@@ -107,7 +114,10 @@ class Inbox:
 
     def _check_deadline(self) -> None:
         """One timer serves all waits: most end long before it fires, and then it is set anew."""
-        if self._deadline > self._loop.time():
+        now = self._loop.time()
+        if self._deadline <= now and not self._over.done():
+            self._deadline = now + self._more_patience()
+        if self._deadline > now:
             self._timer = self._loop.call_at(self._deadline, self._check_deadline)
         elif not self._over.done():
             self._over.set_result(False)

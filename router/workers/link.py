@@ -40,6 +40,7 @@ from baton.router.workers.link_state import (
     PingFence,
     StepPace,
 )
+from baton.router.workers.shared_cores import SharedCores
 from baton.rpc import open_channel
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -66,11 +67,14 @@ class WorkerLink:
         on_report: Callable[[WorkerLink], None] = lambda link: None,
         on_lost: Callable[[WorkerLink], None] = lambda link: None,
         identity: Identity | None = None,
+        cores: SharedCores | None = None,
     ) -> None:
         """`on_change` is called when the worker's usability changes, `on_report` after each Load,
         and `on_lost` when it is lost, before its requests are notified."""
         self._identity = identity
+        self._cores = cores or SharedCores()
         self.address = address
+        self.host = address.rpartition(":")[0]
         self.fault = ""  # why the stream broke
         self.loss: Loss | None = None  # the last; None where the worker closed the stream
         self.leaving = False  # no longer a member: it gets nothing new
@@ -83,6 +87,7 @@ class WorkerLink:
         self._on_change = on_change
         self._on_report = on_report
         self._on_lost = on_lost
+        self.paused_at = 0.0  # when it last reported paused requests
         self._sinks: dict[tuple[str, int], Sink] = {}  # by attempt
         self._switch: asyncio.Future[pb.RoleSwitched] | None = None  # the pending role switch
         self._reset()
@@ -138,15 +143,27 @@ class WorkerLink:
         """Whether it may get new requests."""
         return self.takes_requests and not (self.load.fault or self.sick)
 
-    def has_room(self, suspicion: Suspicion = Suspicion.NONE) -> bool:
-        """Whether a request may be sent there now."""
+    def has_room(self, suspicion: Suspicion = Suspicion.NONE, *, background: bool = False) -> bool:
+        """Whether a request may be sent there now: a background one only where it would not
+        pause."""
+        if background and (self.assigned.live or self.load.paused or self._cores.is_busy(self)):
+            return False
         fenced = suspicion is not Suspicion.NONE and not self._fence.is_open
         return not fenced and self.assigned.admits(suspicion)
+
+    def count_live(self, change: int) -> None:
+        """Attempts begin or end there that are no background requests'."""
+        self.assigned.live += change
+        self._cores.count(self.host, change)
+
+    def hold(self, *, pause: bool) -> None:
+        self.send(pb.RouterMessage(hold=pb.Hold(pause=pause)))
 
     @property
     def has_requests(self) -> bool:
         """Whether its engine has work, of this router or another."""
-        return bool(self.active or self.load.running or self.load.waiting)
+        load = self.load
+        return bool(self.active or load.running or load.waiting or load.paused)
 
     @property
     def active(self) -> int:
@@ -319,6 +336,8 @@ class WorkerLink:
         self._name = welcome.worker_id
         self.cache.windowed = any(welcome.pool.layout.windows[:1])
         self.draining = welcome.draining
+        if welcome.pool.device == "cpu":
+            self._cores.add(self)
         self._on_change(self)
 
     def _note_role(self, switched: pb.RoleSwitched) -> None:
@@ -340,6 +359,9 @@ class WorkerLink:
     def _note_load(self, load: pb.Load) -> None:
         changed = load.fault != self.load.fault or not self.reported
         self.load, self.reported = load, True
+        if load.paused:
+            self.paused_at = time.monotonic()
+            self.pace.interrupt()
         self.prompts.report(load.queued_tokens)
         self.busy.report(load.up_seconds, load.busy_seconds)
         if changed:
@@ -356,6 +378,7 @@ class WorkerLink:
         self.loss = loss
         if self.welcome is not None:
             self._on_lost(self)
+        self._cores.remove(self)
         self._reset()
         self.prompts.report(0)
         if self._switch and not self._switch.done():

@@ -136,7 +136,7 @@ class StepPace:
 
     A worker sends a router one message a step while it runs any of the router's requests. Two
     messages that begin with the same request are consecutive: the oldest request comes first
-    and gets a token in every step.
+    and gets a token in every step, unless it pauses.
     """
 
     def __init__(self) -> None:
@@ -155,6 +155,10 @@ class StepPace:
             self._seconds += now - self._at
             self._steps += 1
         self._oldest, self._at = oldest, now
+
+    def interrupt(self) -> None:
+        """Requests have paused: the next step does not follow the last."""
+        self._oldest = ""
 
     def drain(self, prefill_busy_seconds: float, now: float) -> StepStretch | None:
         """Returns the steps since the last call, or None. `prefill_busy_seconds` is the busy time
@@ -208,6 +212,7 @@ class AssignedRequests:
         self.unanswered = 0  # neither begun nor with reserved pages
         self._alone = 0  # suspects that tolerate no other
         self.suspects = 0  # requests that lost a worker before
+        self.live = 0  # attempts of no background request
         self.prompt_tokens = 0
         self.cached_tokens = 0  # of them, those that the worker had cached
         self.adapters: Counter[bytes] = Counter()  # requests by their adapters' digests

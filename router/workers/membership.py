@@ -20,6 +20,7 @@ from baton.core.tls import node_identity
 from baton.core.types import Role, Work
 from baton.router.requests.verdicts import Losses
 from baton.router.workers.link import WorkerLink
+from baton.router.workers.shared_cores import SharedCores
 from baton.v1.worker_pb2 import Verdict
 
 LEAVING_POLL_SECONDS = 0.1
@@ -31,11 +32,15 @@ MAX_SOURCES = 16
 class Membership:
     """Keeps a link to every member, and notifies listeners of every change."""
 
-    def __init__(self, router_id: str, model: str, config: Config) -> None:
+    def __init__(
+        self, router_id: str, model: str, config: Config, cores: SharedCores | None = None
+    ) -> None:
         self._router_id = router_id
         self._model = model
         self._config = config
         self._identity = node_identity(config)
+        self._cores = cores or SharedCores()
+        self._cores.listen(self.notify)
         self._links: dict[str, WorkerLink] = {}  # by address
         self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -94,6 +99,7 @@ class Membership:
                 on_report=self._link_reported,
                 on_lost=self._link_lost,
                 identity=self._identity,
+                cores=self._cores,
             )
             self._links[address] = link
             self._tasks[link] = asyncio.create_task(link.run())

@@ -10,7 +10,6 @@ from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 
-
 PRIORITIES = {"batch": 1000, "flex": 999}
 
 

@@ -13,7 +13,7 @@ from baton.router.placement.cost_model import CostModel, Costs
 from baton.router.placement.placement import FetchPlan, Forecast, Placement
 from baton.router.placement.placer import Placer
 from baton.router.requests.admission import Assignment
-from baton.router.requests.dispatch import Feedback
+from baton.router.requests.feedback import Feedback
 from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout

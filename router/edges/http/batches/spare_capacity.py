@@ -1,9 +1,9 @@
 """When a request of a batch may run: where workers have nothing else to do.
 
-It starts where no request waits, some prefill worker has half of its backlog free, and some decode
-worker has pages to spare. It has the last priority, in the wait queue and on workers. Those finish
-what they have begun, so while another request waits, the youngest of a batch gives way, one at a
-time, and runs again later.
+It starts where no request waits, some prefill worker has half of its backlog free, some decode
+worker has pages to spare, and neither serves another request. It has the last priority: in the wait
+queue, and on workers, where it pauses while these serve others. While another request waits
+nevertheless, the youngest of a batch gives way, one at a time, and runs again later.
 """
 
 from __future__ import annotations
@@ -143,9 +143,12 @@ class SpareCapacity:
             and model.serving.admission.queued == 0
             # Those may find the same worker empty.
             and sum(not turn.placed for turn in self._running_on(model)) <= len(prefill)
-            and any(len(link.prompts) < self._backlog for link in prefill or decode)
+            and any(self._takes_prompts(link) for link in prefill or decode)
             and any(_is_spare(link) for link in decode)
         )
+
+    def _takes_prompts(self, link: WorkerLink) -> bool:
+        return link.has_room(background=True) and len(link.prompts) < self._backlog
 
     def _give_way(self) -> None:
         now = time.monotonic()
@@ -174,5 +177,5 @@ def _yield_youngest(turns: Sequence[Turn]) -> None:
 
 
 def _is_spare(decode: WorkerLink) -> bool:
-    load = decode.load
-    return not load.waiting and load.free_pages > SPARE_PAGES * decode.total_pages
+    free = decode.load.free_pages > SPARE_PAGES * decode.total_pages
+    return free and not decode.load.waiting and decode.has_room(background=True)
