@@ -24,17 +24,14 @@ from typing import NamedTuple
 import openai
 from openai.types import Batch
 
-from baton import Client
 from baton.core import metrics
-from baton.core.types import Role
-from baton.core.wire import role_to
 from bench.processes import FREE_ROUTER, Process, router, workers
 
 ANSWER_TOKENS = 8
 WARM_UP = 3
-FULL_ROWS = 32
-"""Of a batch that is under way: requests in decode's steps."""
-ALONE_SECONDS = 10.0
+UNDER_WAY = 500
+"""Tokens of a batch after which its first requests no longer begin all at once."""
+ALONE_SECONDS = 20.0
 MAX_SECONDS = 600.0
 
 
@@ -57,8 +54,8 @@ class Bench:
             self._chat()
         requests = self._arguments.requests
         report("idle", [self._chat() for _ in range(requests)])
-        batch = self._start_batch()
-        _wait(lambda: self._rows() >= FULL_ROWS)
+        before, batch = self._generated(), self._start_batch()
+        _wait(lambda: self._generated() - before >= UNDER_WAY)
         print(f"batch alone: {self._rate(lambda: time.sleep(ALONE_SECONDS)):.0f} tokens/s")
         beside: list[Times] = []
         rate = self._rate(lambda: beside.extend(self._visit() for _ in range(requests)))
@@ -112,12 +109,6 @@ class Bench:
         }
         url = "/v1/chat/completions"
         return {"custom_id": f"line-{index}", "method": "POST", "url": url, "body": body}
-
-    def _rows(self) -> int:
-        with Client(self._door.address) as client:
-            members = client.status().workers
-        decode = role_to(Role.DECODE)
-        return sum(each.load.running for each in members if each.member.role == decode)
 
     def _rate(self, work: Callable[[], object]) -> float:
         """Generated tokens a second meanwhile, those of chats included."""

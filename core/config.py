@@ -262,11 +262,13 @@ def settle(config: Config, device: str) -> Config:
             prefill,
             kv_memory=prefill.kv_memory or memory,
             chunk_tokens=prefill.chunk_tokens or (8192 if gpu else 512),
+            background_tokens=prefill.background_tokens or (2048 if gpu else 64),
         ),
         decode=dataclasses.replace(
             decode,
             kv_memory=decode.kv_memory or memory,
             max_batch=decode.max_batch or (256 if gpu else 64),
+            background_batch=decode.background_batch or (256 if gpu else 16),
             chunk_tokens=decode.chunk_tokens or (2048 if gpu else 256),
         ),
     )

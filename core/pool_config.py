@@ -66,6 +66,11 @@ class PrefillConfig(PoolConfig):
         "Prompt tokens in one step; 0 chooses by device: 512, or 8,192 on a GPU.",
         "--chunk-tokens",
     )
+    background_tokens: NonNegativeInt = key(
+        0,
+        "The same of background requests, such as those of batches: another prompt may have to wait"
+        " for that step; 0 chooses by device: 64, or 2,048 on a GPU.",
+    )
     gpu_share: Share = key(
         1.0,
         "Share of a GPU's multiprocessors that one worker uses. Below 1 where both pools share a"
@@ -81,6 +86,11 @@ class DecodeConfig(PoolConfig):
     workers: PositiveInt = key(1, "Decode workers.", "--decode")
     max_batch: NonNegativeInt = key(
         0, "Requests in one step; 0 chooses by device: 64, or 256 on a GPU.", "--max-batch"
+    )
+    background_batch: NonNegativeInt = key(
+        0,
+        "The same of background requests, such as those of batches: another request may have to"
+        " wait for that step; 0 chooses by device: 16, or 256 on a GPU.",
     )
     chunk_tokens: NonNegativeInt = key(
         0,

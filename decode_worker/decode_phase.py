@@ -73,7 +73,11 @@ class DecodePhase(Phase[DecodeSequence]):
         if self._guesses_tokens(config):
             speculation = Speculation(self._drafts, runs_ahead=self._engine.runs_ahead)
         self._scheduler: DecodeScheduler = DecodeScheduler(
-            self._pool, config.decode.max_batch, config.decode.chunk_tokens, speculation
+            self._pool,
+            config.decode.max_batch,
+            config.decode.chunk_tokens,
+            speculation,
+            config.decode.background_batch,
         )
         self._guessed = self._accepted = self._guessed_steps = 0
         self._drafted = (0.0, 0, 0)  # seconds, guesses and right ones, as last reported

@@ -35,6 +35,10 @@ from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Plan
 
+BACKGROUND_SHARE = 4
+"""A chunk of background requests is so many times shorter: another request may have to wait for
+it."""
+
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     """By priority, then the older first."""
@@ -52,9 +56,11 @@ class DecodeScheduler:
         max_batch: int,
         chunk_tokens: int,
         speculation: Speculation | None = None,
+        background_batch: int = 0,
     ) -> None:
+        """A step has at most `background_batch` background requests; 0: as many as others."""
         self._pool = pool
-        self._max_batch = max_batch
+        self._max_batches = max_batch, min(background_batch or max_batch, max_batch)
         self._chunk_tokens = chunk_tokens
         self._speculation = speculation
         self._waiting: OrderedDict[AttemptKey, Sequence] = OrderedDict()
@@ -102,9 +108,10 @@ class DecodeScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens to compute before the requests here can emit their next one."""
-        requests = (*self._preempted, *self._running)
-        return sum(each.uncomputed for each in requests if each.uncomputed > 1)
+        """Tokens to compute before the requests here can emit their next one, without those that
+        others do not wait for."""
+        prompts = (each for each in (*self._preempted, *self._running) if each.uncomputed > 1)
+        return sum(each.uncomputed for each in prompts if not each.work.background)
 
     def reserve(self, sequence: Sequence) -> None:
         """Queues a request whose prompt will be pushed."""
@@ -189,6 +196,8 @@ class DecodeScheduler:
             return {}  # guesses in flight: all requests wait, so that they stay in one step
         plan: Plan = {}
         budget = self._chunk_tokens
+        if self._runs_background:
+            budget = max(1, budget // BACKGROUND_SHARE)
         for sequence in self._running:
             if sequence.planned_out:
                 continue
@@ -207,6 +216,15 @@ class DecodeScheduler:
             pages = self._pool.free - len(self._running) * self._pool.slices
             self._speculation.guess(plan, most_rows, self._pool, pages)
         return plan
+
+    @property
+    def _max_batch(self) -> int:
+        return self._max_batches[self._runs_background]
+
+    @property
+    def _runs_background(self) -> bool:
+        """Whether the next step is one of background requests."""
+        return bool(self._running) and self._running[0].work.background
 
     def _pause(self) -> None:
         """Makes background requests ready again, where they pause."""

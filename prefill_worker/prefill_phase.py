@@ -62,8 +62,9 @@ class PrefillPhase(Phase[PrefillSequence]):
     def _set_up(self, config: Config) -> None:
         self._fetches = Fetches(self._pool, self._transfer, self._metrics)
         self._held.append(self._fetches)
+        prefill = config.prefill
         self._scheduler: PrefillScheduler = PrefillScheduler(
-            self._pool, config.prefill.chunk_tokens, self._fetches.coming
+            self._pool, prefill.chunk_tokens, self._fetches.coming, prefill.background_tokens
         )
 
     def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:

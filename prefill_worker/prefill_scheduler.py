@@ -42,10 +42,6 @@ MOST_CHUNKS = 32
 
 LOOK_AHEAD = 8
 
-BACKGROUND_SHARE = 4
-"""A chunk of background prompts is so many times shorter: another prompt may have to wait for
-it."""
-
 LAST_TOKENS = 2048
 """A long prompt's last chunk. The push of its pages hides behind no further compute, so they
 should be few."""
@@ -118,11 +114,19 @@ class PrefillSequence(Job):
 
 
 class PrefillScheduler:
-    def __init__(self, pool: PagePool, chunk_tokens: int, coming: Collection[bytes] = ()) -> None:
-        """`coming` holds the keys of pages that are being fetched at the moment."""
+    def __init__(
+        self,
+        pool: PagePool,
+        chunk_tokens: int,
+        coming: Collection[bytes] = (),
+        background_tokens: int = 0,
+    ) -> None:
+        """`coming` holds the keys of pages that are being fetched at the moment. Chunks of
+        background prompts have at most `background_tokens`; 0: as many as others."""
         self._pool = pool
         self._coming = coming
         self._chunk_tokens = chunk_tokens
+        self._background_tokens = min(background_tokens or chunk_tokens, chunk_tokens)
         self._waiting: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
         self._started: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
         self._inputs: dict[AttemptKey, PrefillSequence] = {}  # of the embedding model
@@ -153,8 +157,8 @@ class PrefillScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens not yet computed."""
-        return sum(sequence.uncomputed for sequence in self._all)
+        """Prompt tokens not yet computed, without those that others do not wait for."""
+        return sum(each.uncomputed for each in self._all if not each.work.background)
 
     @property
     def waiting_pages(self) -> int:
@@ -220,7 +224,7 @@ class PrefillScheduler:
         self._pauses = bool(plan) or (self.held and not blocked)
         if self._pauses:
             return plan
-        return self._plan(max(1, self._chunk_tokens // BACKGROUND_SHARE), background=True)
+        return self._plan(self._background_tokens, background=True)
 
     def _plan(self, budget: int, *, background: bool) -> Plan:
         """Of background prompts, or of others."""

@@ -1547,7 +1547,7 @@ class Load(_message.Message):
     running: _builtins.int
     """Requests in the current batch."""
     queued_tokens: _builtins.int
-    """Prompt tokens not yet computed."""
+    """Prompt tokens not yet computed, without those of background requests."""
     fault: _builtins.str
     """Empty when the worker is sound; else what is wrong with it."""
     kept_pages: _builtins.int

@@ -213,7 +213,9 @@ class RunningAttempt:
             link.assigned.count_suspect(self._suspicion, +1)
             link.assigned.count_adapter(work.adapter_digest, +1)
         cached = forecast.cached_tokens if forecast else 0
-        self._prompt = self._assignment.prefiller.prompts.add(len(work.prompt_tokens), cached)
+        # Nothing waits for a background prompt.
+        tokens = (0, 0) if work.background else (len(work.prompt_tokens), cached)
+        self._prompt = self._assignment.prefiller.prompts.add(*tokens)
         self._unanswered = True
         self._assignment.responder.assigned.count_unanswered(+1)
         if not work.background and self._assignment.placement.code is not Reason.CANARY:

@@ -9,8 +9,8 @@ from functools import partial
 from random import Random
 
 from baton.core.config import Config, DecodeConfig, PrefillConfig, RouterConfig
-from baton.core.types import AttemptKey, Role, Sampling, Work
-from baton.v1.worker_pb2 import Verdict
+from baton.core.types import LAST_PRIORITY, AttemptKey, Role, Sampling, Work
+from baton.v1.worker_pb2 import Hold, RouterMessage, Verdict
 
 from .checks import Checks
 from .engine import VOCABULARY, Windows, reference
@@ -71,6 +71,7 @@ class Cluster:
         self.crashes_at = {"r0": culprit.randint(0, 12)} if crashes else {}
         self.workers: dict[str, SimulatedWorker] = {}  # by name, the process that lives
         self.processes: dict[str, SimulatedWorker] = {}  # by agent, every process there was
+        self._background = Random(f"background {seed}")
         self._incarnations = itertools.count(1)
         self._attachments = itertools.count(1)
         self.routers = [
@@ -83,6 +84,7 @@ class Cluster:
             for i in range(draw.choice((1, 2))):
                 self.start(f"{role.value}{i}", role)
         self._plan_requests()
+        self._plan_holds()
         if self.config.prefix_cache:
             self._plan_forgetting()
         due = sorted(draw.randint(1, 150) for _ in range(self.faults))
@@ -109,6 +111,18 @@ class Cluster:
             asked.append((at, self._work(number, prompt)))
             request = SimulatedRequest(asked[-1][1], self.windows)
             self.world.after(at, partial(self._submit, draw.choice(self.routers), request))
+
+    def _plan_holds(self) -> None:
+        """Background requests pause for a while, whatever else there is."""
+        draw = self._background
+        for router in self.routers if draw.random() < 0.3 else ():
+            at = draw.random()
+            self.world.after(at, partial(self._hold, router, pause=True))
+            self.world.after(at + draw.random() * 3, partial(self._hold, router, pause=False))
+
+    def _hold(self, router: SimulatedRouter, *, pause: bool) -> None:
+        for link in router.links.values() if not router.dead else ():
+            link.send(RouterMessage(hold=Hold(pause=pause)))
 
     def _plan_forgetting(self) -> None:
         """Prefill loses what it has cached, now and then, and can fetch it from decode."""
@@ -137,6 +151,7 @@ class Cluster:
             sampling=Sampling(),
             max_tokens=self.world.random.randint(1, min(6, most - len(prompt))),
             stop_token_ids=frozenset({5}),
+            priority=LAST_PRIORITY if self._background.random() < 0.3 else 0,
         )
 
     def _submit(self, router: SimulatedRouter, request: SimulatedRequest) -> None:

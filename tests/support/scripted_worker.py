@@ -19,6 +19,8 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     """Welcomes routers; answers pings and reports its load until it is told not to."""
 
+    device = ""
+
     def __init__(self, role: Role = Role.DECODE, name: str = "", model: str = "tiny") -> None:
         self.name = name or f"{role.value}-0"
         self.answers_pings = True
@@ -98,7 +100,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             protocol=PROTOCOL,
             model=self._model,
             context_length=64,
-            pool=PoolAddress(agent=f"agent of {self.name}", layout=PoolLayout(page_size=16)),
+            pool=PoolAddress(
+                agent=f"agent of {self.name}",
+                layout=PoolLayout(page_size=16),
+                device=self.device,
+            ),
             total_pages=9,
             draining=self.draining,
         )

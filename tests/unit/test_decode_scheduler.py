@@ -25,10 +25,17 @@ class Bench:
     """A scheduler with a pool of 4-token pages, driven the way the role drives it."""
 
     def __init__(
-        self, pages: int = 100, max_batch: int = 8, chunk: int = 16, root: bytes | None = None
+        self,
+        pages: int = 100,
+        max_batch: int = 8,
+        chunk: int = 16,
+        root: bytes | None = None,
+        background_batch: int = 0,
     ) -> None:
         self.pool = PagePool(pages, 4, root)
-        self.scheduler = DecodeScheduler(self.pool, max_batch, chunk)
+        self.scheduler = DecodeScheduler(
+            self.pool, max_batch, chunk, background_batch=background_batch
+        )
         self.reserved: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}
 
@@ -153,13 +160,25 @@ def test_a_request_of_a_later_priority_gives_way_though_it_is_older() -> None:
 
 def test_local_prompts_are_computed_by_priority() -> None:
     bench = Bench(chunk=8)
-    bench.compute("batch", 20)
-    assert bench.step() == [("batch", 8)]
+    bench.compute("flex", 20)
+    assert bench.step() == [("flex", 8)]
     bench.compute("live", 10)
     assert bench.step() == [("live", 8)]
-    assert bench.step() == [("live", 2)]
-    bench.scheduler.remove(bench.sequences.pop("live"))
-    assert bench.step() == [("batch", 8)]
+    assert bench.step() == [("live", 2), ("flex", 6)]
+
+
+def test_background_requests_have_smaller_steps_of_their_own() -> None:
+    bench = Bench(chunk=32, background_batch=2)
+    for index in range(3):
+        bench.compute(f"batch-{index}", 10, answer=20)
+    assert bench.step() == [("batch-0", 8)]
+    bench.compute("live", 18, answer=2)
+    assert bench.step() == [("live", 18)]
+    assert bench.step() == [("live", 1)]
+    assert bench.step() == [("batch-0", 2), ("batch-1", 6)]
+    assert bench.step() == [("batch-0", 1), ("batch-1", 4)]
+    assert bench.step() == [("batch-0", 1), ("batch-1", 1)]
+    assert bench.scheduler.waiting == 1
 
 
 def test_background_requests_pause_while_another_runs() -> None:
@@ -240,7 +259,7 @@ def test_a_reservation_takes_the_pages_of_background_requests() -> None:
 
 
 def test_a_local_prompt_takes_the_pages_of_background_requests() -> None:
-    bench = Bench(pages=6)
+    bench = Bench(pages=6, chunk=64)
     bench.compute("batch", 16)
     assert bench.step() == [("batch", 16)]
     bench.compute("live", 16)
@@ -249,11 +268,11 @@ def test_a_local_prompt_takes_the_pages_of_background_requests() -> None:
 
 
 def test_a_local_prompt_does_not_wait_for_a_page_of_a_paused_one() -> None:
-    bench = Bench(chunk=8, root=b"root")
+    bench = Bench(chunk=32, root=b"root")
     bench.compute("batch", 24)
     assert bench.step() == [("batch", 8)]
     bench.compute("live", 24)
-    assert bench.step() == [("live", 8)]
+    assert bench.step() == [("live", 16)], "two pages are cached"
 
 
 def test_reservations_are_granted_by_priority() -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
 
 from baton.core.config import RouterConfig
-from baton.core.types import AttemptKey, Sampling, Work
+from baton.core.types import LAST_PRIORITY, AttemptKey, Sampling, Work
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.cost_model import CostModel, Costs
@@ -119,3 +120,13 @@ def test_a_canary_teaches_nothing() -> None:
     )
     assert cluster.costs.costs == Costs()
     assert assignment.prefiller.assigned.prompt_tokens == 0
+
+
+def test_a_prompt_that_may_have_paused_teaches_nothing() -> None:
+    cluster, assignment = Known(), assigned(SPLIT)
+    work = replace(WORK, priority=LAST_PRIORITY)
+    feedback = Feedback(work, assignment, cast(Placer, cluster), RouterMetrics(), AnswerLedger(0.0))
+    assignment.prefiller.paused_at = time.monotonic()
+    before = cluster.costs.costs
+    feedback.note(first(64))
+    assert cluster.costs.costs == before

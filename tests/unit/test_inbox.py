@@ -133,3 +133,14 @@ async def test_a_cancelled_drain_handles_no_more() -> None:
     with pytest.raises(asyncio.CancelledError):
         await draining
     assert not handler.handled
+
+
+async def test_patience_may_be_extended() -> None:
+    handler, asked = Handler(1), []
+
+    def more_patience() -> float:
+        asked.append(1)
+        return 0.01 if len(asked) < 3 else 0.0
+
+    assert not await Inbox(Rounds(), handler, more_patience).drain(0.01)
+    assert len(asked) == 3

@@ -24,7 +24,7 @@ class Scheduler(PrefillScheduler):
 def scheduler(
     *lengths: int, chunk: int = 10, pages: int = 100, root: bytes | None = None
 ) -> Scheduler:
-    made = Scheduler(PagePool(pages, 4, root), chunk)
+    made = Scheduler(PagePool(pages, 4, root), chunk, background_tokens=10)
     for index, length in enumerate(lengths):
         made.queue(work(f"r{index}", length))
     return made

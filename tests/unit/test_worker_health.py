@@ -76,6 +76,10 @@ def test_consecutive_steps_show_a_workers_pace() -> None:
     # Another request is the oldest now: no telling what lies between.
     pace.step(pb.Step(tokens=[pb.StepTokens(request_id="s")]), now=99.0)
     assert pace.drain(0.5, now=99.0) is None
+    # Nor after a pause.
+    pace.interrupt()
+    pace.step(pb.Step(tokens=[pb.StepTokens(request_id="s")]), now=100.0)
+    assert pace.drain(0.5, now=100.0) is None
 
 
 def test_a_closed_fence_opens_with_the_answer_to_the_latest_ping() -> None:
