@@ -29,9 +29,9 @@ from baton.router.requests.activity import Activity
 from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.serving import Serving
 from baton.router.response_cache.cached_responses import CachedResponses
+from baton.router.workers.host_holds import HostHolds
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
-from baton.router.workers.shared_cores import SharedCores
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class SharedParts:
     metrics: MetricsByModel
     responses: CachedResponses | None = None
     encoder: EmbeddingModel | None = None
-    cores: SharedCores = field(default_factory=SharedCores)
+    holds: HostHolds = field(default_factory=HostHolds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ class ServedModel:
         adapters = AdapterNames(name, config.allowed_adapters)
         for adapter, place in config.adapters.items():
             adapters.name(adapter, await adapters.read(adapter, place))
-        membership = Membership(shared.router_id, name, config, shared.cores)
+        membership = Membership(shared.router_id, name, config, shared.holds)
         serving = Serving(
             text,
             membership,

@@ -32,6 +32,7 @@ from baton.router.placement.placement import Suspicion
 from baton.router.placement.worker_state import CacheIndex, PromptQueue
 from baton.router.requests.attempt import AttemptEvent, LinkLost
 from baton.router.requests.verdicts import Loss
+from baton.router.workers.host_holds import HostHolds
 from baton.router.workers.link_state import (
     AssignedRequests,
     BusyShare,
@@ -40,7 +41,6 @@ from baton.router.workers.link_state import (
     PingFence,
     StepPace,
 )
-from baton.router.workers.shared_cores import SharedCores
 from baton.rpc import open_channel
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -67,12 +67,12 @@ class WorkerLink:
         on_report: Callable[[WorkerLink], None] = lambda link: None,
         on_lost: Callable[[WorkerLink], None] = lambda link: None,
         identity: Identity | None = None,
-        cores: SharedCores | None = None,
+        holds: HostHolds | None = None,
     ) -> None:
         """`on_change` is called when the worker's usability changes, `on_report` after each Load,
         and `on_lost` when it is lost, before its requests are notified."""
         self._identity = identity
-        self._cores = cores or SharedCores()
+        self._holds = holds or HostHolds()
         self.address = address
         self.host = address.rpartition(":")[0]
         self.fault = ""  # why the stream broke
@@ -146,7 +146,7 @@ class WorkerLink:
     def has_room(self, suspicion: Suspicion = Suspicion.NONE, *, background: bool = False) -> bool:
         """Whether a request may be sent there now: a background one only where it would not
         pause."""
-        if background and (self.assigned.live or self.load.paused or self._cores.is_busy(self)):
+        if background and (self.assigned.live or self.load.paused or self._holds.is_busy(self)):
             return False
         fenced = suspicion is not Suspicion.NONE and not self._fence.is_open
         return not fenced and self.assigned.admits(suspicion)
@@ -154,7 +154,7 @@ class WorkerLink:
     def count_live(self, change: int) -> None:
         """Attempts begin or end there that are no background requests'."""
         self.assigned.live += change
-        self._cores.count(self.host, change)
+        self._holds.count(self.host, change)
 
     def hold(self, *, pause: bool) -> None:
         self.send(pb.RouterMessage(hold=pb.Hold(pause=pause)))
@@ -337,7 +337,7 @@ class WorkerLink:
         self.cache.windowed = any(welcome.pool.layout.windows[:1])
         self.draining = welcome.draining
         if welcome.pool.device == "cpu":
-            self._cores.add(self)
+            self._holds.add(self)
         self._on_change(self)
 
     def _note_role(self, switched: pb.RoleSwitched) -> None:
@@ -378,7 +378,7 @@ class WorkerLink:
         self.loss = loss
         if self.welcome is not None:
             self._on_lost(self)
-        self._cores.remove(self)
+        self._holds.remove(self)
         self._reset()
         self.prompts.report(0)
         if self._switch and not self._switch.done():

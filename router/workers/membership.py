@@ -19,8 +19,8 @@ from baton.core.tasks import cancel_all
 from baton.core.tls import node_identity
 from baton.core.types import Role, Work
 from baton.router.requests.verdicts import Losses
+from baton.router.workers.host_holds import HostHolds
 from baton.router.workers.link import WorkerLink
-from baton.router.workers.shared_cores import SharedCores
 from baton.v1.worker_pb2 import Verdict
 
 LEAVING_POLL_SECONDS = 0.1
@@ -33,14 +33,14 @@ class Membership:
     """Keeps a link to every member, and notifies listeners of every change."""
 
     def __init__(
-        self, router_id: str, model: str, config: Config, cores: SharedCores | None = None
+        self, router_id: str, model: str, config: Config, holds: HostHolds | None = None
     ) -> None:
         self._router_id = router_id
         self._model = model
         self._config = config
         self._identity = node_identity(config)
-        self._cores = cores or SharedCores()
-        self._cores.listen(self.notify)
+        self._holds = holds or HostHolds()
+        self._holds.listen(self.notify)
         self._links: dict[str, WorkerLink] = {}  # by address
         self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -99,7 +99,7 @@ class Membership:
                 on_report=self._link_reported,
                 on_lost=self._link_lost,
                 identity=self._identity,
-                cores=self._cores,
+                holds=self._holds,
             )
             self._links[address] = link
             self._tasks[link] = asyncio.create_task(link.run())
@@ -118,6 +118,7 @@ class Membership:
     async def stop(self) -> None:
         """Ends every link; the workers release what this router's requests hold."""
         await cancel_all(*self._tasks.values())
+        self._holds.unlisten(self.notify)
         self._links.clear()
         self._tasks.clear()
 

@@ -27,7 +27,7 @@ class HeldWorker(Protocol):
         """Has its background requests pause, or run again."""
 
 
-class SharedCores:
+class HostHolds:
     def __init__(self) -> None:
         self._requests: Counter[str] = Counter()  # by host
         self._busy: set[str] = set()
@@ -37,6 +37,9 @@ class SharedCores:
     def listen(self, listener: Callable[[], None]) -> None:
         """Calls `listener` when a host is no longer busy."""
         self._listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        self._listeners.remove(listener)
 
     def is_busy(self, worker: HeldWorker) -> bool:
         """Whether a worker that was added shares cores with one that has requests."""
