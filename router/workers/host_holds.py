@@ -39,7 +39,8 @@ class HostHolds:
         self._listeners.append(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
-        self._listeners.remove(listener)
+        if listener in self._listeners:
+            self._listeners.remove(listener)
 
     def is_busy(self, worker: HeldWorker) -> bool:
         """Whether a worker that was added shares cores with one that has requests."""
