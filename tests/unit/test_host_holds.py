@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,13 @@ from scripted_worker import ScriptedWorker
 from waiting import until
 
 from baton.core.config import Config, RouterConfig
-from baton.core.types import Role
+from baton.core.types import LAST_PRIORITY, AttemptKey, Role, Sampling, Work
+from baton.router.observe.ledger import AnswerLedger
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.placement.placement import Placement, Suspicion
+from baton.router.placement.placer import Placer
+from baton.router.requests.admission import Admission, Assignment
+from baton.router.requests.dispatch import Dispatcher, RunningAttempt
 from baton.router.workers import host_holds
 from baton.router.workers.host_holds import HostHolds
 from baton.router.workers.link import WorkerLink
@@ -117,3 +124,23 @@ async def has_attached_again(worker: ScriptedWorker) -> bool:
 
 async def has_room(link: WorkerLink) -> bool:
     return link.has_room(background=True)
+
+
+@pytest.mark.parametrize(("priority", "patient"), [(LAST_PRIORITY, True), (0, False)])
+async def test_a_pause_is_no_stall(priority: int, *, patient: bool) -> None:
+    async with attached(CpuWorker(Role.DECODE)) as (link,):
+        membership = Membership("router", "tiny", Config())
+        placer, config = Placer(membership, RouterConfig()), RouterConfig(first_token_timeout=9.0)
+        admission = Admission(membership, placer, config, RouterMetrics())
+        dispatcher = Dispatcher(membership, placer, admission, config, RouterMetrics())
+        work = Work(AttemptKey("r", 1), [1], Sampling(), 8, frozenset(), priority=priority)
+        running = RunningAttempt(
+            dispatcher,
+            work,
+            Assignment(Placement("", link.worker_id), None, link),
+            Suspicion.NONE,
+            AnswerLedger(0.0),
+        )
+        assert running._more_patience() == 0.0
+        link.paused_at = time.monotonic() + 100.0
+        assert (running._more_patience() > 100.0) == patient
