@@ -278,8 +278,8 @@ class RunningAttempt:
 
     def _begin(self) -> None:
         """A worker has begun it or reserved its pages. A canary, which has no forecast, says
-        nothing about how long requests take."""
-        if self._attempt.placement.forecast:
+        nothing about how long requests take, nor does a background request, which may pause."""
+        if self._attempt.placement.forecast and not self._attempt.work.background:
             self._begun_at = time.monotonic()
             self._service.begin()
 

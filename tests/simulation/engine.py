@@ -69,7 +69,7 @@ class SimulatedEngine:
         self.architecture = SimulatedArchitecture()
         self.context_length = self.pool.longest_context(1 << 20)
         self._windows = windows
-        self._runs_ahead = runs_ahead
+        self.runs_ahead = runs_ahead
         # Memory is never clean: what a page held before looks like anything else.
         self.memory = [[salt + page] * page_size for page in range(pages)]
         self._last_tokens: dict[Lease, int] = {}
@@ -86,7 +86,7 @@ class SimulatedEngine:
         for sequence, count in plan.items():
             self._check(sequence, count)
         runs = [_Run(sequence, count) for sequence, count in plan.items()]
-        if not self._runs_ahead:
+        if not self.runs_ahead:
             return FinishedStep([self.run(run) for run in runs])
         self._under_way.append(_Flight(self, runs))
         return self._under_way[-1]
