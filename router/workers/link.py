@@ -358,7 +358,7 @@ class WorkerLink:
 
     def _note_load(self, load: pb.Load) -> None:
         changed = load.fault != self.load.fault or not self.reported
-        changed |= self.load.paused > 0 == load.paused  # background requests may be waiting
+        changed |= bool(self.load.paused and not load.paused)  # background requests may wait for it
         self.load, self.reported = load, True
         if load.paused:
             self.paused_at = time.monotonic()
