@@ -28,7 +28,7 @@ from baton.router.placement.placement import (
     columns_of,
 )
 from baton.router.placement.policy import choose, why_no_pair
-from baton.router.placement.scorer import Prediction, earliest_answer, earliest_first_token
+from baton.router.placement.scorer import PredictedSeconds, earliest_answer, earliest_first_token
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 
@@ -157,10 +157,10 @@ class Placer:
                 )
         return choose(snapshot, one_token=work.tokens_wanted == 1)
 
-    def first_token(self, work: Work) -> Prediction:
+    def first_token(self, work: Work) -> PredictedSeconds:
         """Nothing where it is not known."""
         if not self.costs.knows_prompts or self._unproven:
-            return Prediction(0.0, 0.0)
+            return PredictedSeconds(0.0, 0.0)
         return earliest_first_token(self._snapshot(work, Suspicion.NONE))
 
     def note_placed(self, now: float) -> None:

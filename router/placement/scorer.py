@@ -281,7 +281,7 @@ def forecast_local(snapshot: Snapshot, row: int) -> Forecast:
     return Forecast(_local_first_token(snapshot)(cached, pending, saved), pending, cached)
 
 
-class Prediction(NamedTuple):
+class PredictedSeconds(NamedTuple):
     """Seconds until something is done."""
 
     waiting: float  # for other requests
@@ -292,18 +292,18 @@ class Prediction(NamedTuple):
         return self.waiting + self.own
 
 
-def earliest_answer(snapshot: Snapshot) -> Prediction:
+def earliest_answer(snapshot: Snapshot) -> PredictedSeconds:
     """Of the last token on the fastest workers, whether or not these have room."""
     first, rest = earliest_first_token(snapshot), _shortest_decode(snapshot)
-    return Prediction(first.waiting + rest.waiting, first.own + rest.own)
+    return PredictedSeconds(first.waiting + rest.waiting, first.own + rest.own)
 
 
-def _shortest_decode(snapshot: Snapshot) -> Prediction:
+def _shortest_decode(snapshot: Snapshot) -> PredictedSeconds:
     """From the first token to the last: the wait for room, and the answer's own steps."""
     costs, workers = snapshot.costs, snapshot.decode
     tokens = min(snapshot.tokens_wanted - 1, costs.answer_tokens)
     if not costs.knows_answers or tokens <= 0:
-        return Prediction(0.0, 0.0)
+        return PredictedSeconds(0.0, 0.0)
 
     def room(running: int, leased: int, waiting: int) -> float:
         return costs.room_seconds(waiting, running, leased)
@@ -315,7 +315,7 @@ def _shortest_decode(snapshot: Snapshot) -> Prediction:
     return _soonest(rooms, _evaluate(steps, workers.running, workers.leased_pages))
 
 
-def earliest_first_token(snapshot: Snapshot) -> Prediction:
+def earliest_first_token(snapshot: Snapshot) -> PredictedSeconds:
     """On the fastest worker, whether or not that has room."""
     scores = PrefillScores(snapshot)
     firsts, computes = scores.first_token, scores.compute
@@ -328,9 +328,9 @@ def earliest_first_token(snapshot: Snapshot) -> Prediction:
     return _soonest(waits, computes)
 
 
-def _soonest(waiting: Column, own: Column) -> Prediction:
-    rows = map(Prediction, _listed(waiting), _listed(own))
-    return min(rows, key=lambda row: row.total, default=Prediction(0.0, 0.0))
+def _soonest(waiting: Column, own: Column) -> PredictedSeconds:
+    rows = map(PredictedSeconds, _listed(waiting), _listed(own))
+    return min(rows, key=lambda row: row.total, default=PredictedSeconds(0.0, 0.0))
 
 
 def _local_columns(snapshot: Snapshot) -> tuple[Column, Column, Column]:
