@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -31,7 +32,7 @@ from baton.router.edges import http as http_edge
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.http_app import HttpApp
-from baton.router.edges.http.http_server import HttpServer
+from baton.router.edges.http.http_server import BoundedConnection, HttpServer
 from baton.router.followed_models import FollowedModels
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
@@ -280,6 +281,24 @@ def raw(body: dict[str, object]) -> bytes:
         f"content-length: {len(content)}",
     ]
     return "\r\n".join([*head, "", content]).encode()
+
+
+async def test_a_connection_that_ends_is_freed_at_once() -> None:
+    """Not by the garbage collector, which would stop the router to free thousands."""
+    async with served(ScriptedServing()) as address:
+        gc.collect()
+        gc.disable()
+        try:
+            _, writer = await asyncio.open_connection(*address.split(":"))
+            await until(lambda: has_connections(1))
+            writer.close()
+            await until(lambda: has_connections(0))
+        finally:
+            gc.enable()
+
+
+async def has_connections(count: int) -> bool:
+    return sum(isinstance(each, BoundedConnection) for each in gc.get_objects()) == count
 
 
 async def test_a_client_that_stops_reading_gets_slow_reader_when_it_reads_again() -> None:

@@ -131,6 +131,9 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        # It has this connection. Without a cycle it is freed now, and not with thousands of others
+        # in a pause of 40 ms.
+        self.app_state = {}
 
     def _watch(self) -> None:
         """Bytes of an unfinished head do not restart the timer."""
