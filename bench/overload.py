@@ -50,6 +50,9 @@ WARM_UP = 0.25
 IDLE_STREAMS = 10_000
 NEW_CONNECTIONS = 2_000.0
 HTTP_CALLS = 50
+IDLE_SHARE = 0.1
+"""Of a core, that an idle router may use."""
+
 MIB = 2**20
 
 # Of the cluster without engines: 40 answers a second.
@@ -275,8 +278,17 @@ class Sweep:
         before = self._target.router.memory
         async with idle_streams(self._target.router.address, IDLE_STREAMS) as count:
             row = await self._row(LOADS[0])
+        await self._settle()
         print_line([f"0.5, {count:,} idle streams", *row.cells(peak)])
         print(f"memory before: {before / MIB:.0f} MiB")
+
+    async def _settle(self) -> None:
+        """Waits until the router is done with streams that have ended."""
+        spent, router = 1.0, self._target.router
+        while spent > IDLE_SHARE:
+            before = router.processor_seconds
+            await asyncio.sleep(1.0)
+            spent = router.processor_seconds - before
 
     async def _beside_connections(self, peak: float) -> None:
         for edge, address in {
