@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
@@ -25,6 +25,18 @@ class Workload:
     stops: frozenset[int] = frozenset()
     sampling: Sampling = GREEDY
 
+    def works(self) -> list[Work]:
+        return [
+            Work(
+                AttemptKey(str(number), 1),
+                prompt,
+                replace(self.sampling, seed=number),
+                self.most_tokens,
+                self.stops,
+            )
+            for number, prompt in enumerate(self.prompts)
+        ]
+
 
 @dataclass(slots=True)
 class Run:
@@ -44,38 +56,45 @@ class Run:
 
 class DecodeLoop:
     def __init__(
-        self, engine: Engine, speculation: Speculation | None, max_batch: int, chunk_tokens: int
+        self,
+        engine: Engine,
+        load: Workload,
+        speculation: Speculation | None,
+        max_batch: int,
+        chunk_tokens: int,
     ) -> None:
-        self._engine = engine
         self._scheduler = DecodeScheduler(engine.pool, max_batch, chunk_tokens, speculation)
         self._pipeline = StepPipeline(engine, WorkerMetrics("bench", Role.DECODE), StepRecord())
         self._pipeline.on_step = speculation.note_step if speculation else None
+        self._sequences = [Sequence.queued(work, engine.pool) for work in load.works()]
         self._ended: set[Sequence] = set()
+        for sequence in self._sequences:
+            self._scheduler.compute(sequence)
+        self.run = Run([])
 
-    def run(self, load: Workload) -> Run:
-        sequences = [self._submit(load, number) for number in range(len(load.prompts))]
-        run = Run([])
-        began = 0.0
-        while (plan := self._scheduler.next()) or self._pipeline.any:
-            for settled in self._pipeline.advance(plan):
-                if settled.sequence not in self._ended:
-                    self._commit(settled, run)
-            run.steps += bool(plan)
-            if not began and all(each.generated for each in sequences):
-                began, run.tokens, run.steps = time.perf_counter(), 0, 0
-        run.seconds = time.perf_counter() - began
-        run.answers = [each.tokens[each.prompt_length :] for each in sequences]
-        return run
+    def step(self) -> bool:
+        """False when all is answered."""
+        run, began = self.run, time.perf_counter()
+        prompts = any(not each.generated for each in self._sequences)
+        plan, in_flight = self._scheduler.next(), self._pipeline.any
+        for settled in self._pipeline.advance(plan):
+            if settled.sequence not in self._ended:
+                self._commit(settled)
+        run.steps += bool(plan)
+        run.seconds += time.perf_counter() - began
+        if prompts:
+            self.run = Run([])
+        run.answers = [each.tokens[each.prompt_length :] for each in self._sequences]
+        return bool(plan) or in_flight
 
-    def _submit(self, load: Workload, number: int) -> Sequence:
-        key = AttemptKey(str(number), 1)
-        work = Work(key, load.prompts[number], load.sampling, load.most_tokens, load.stops)
-        sequence = Sequence.queued(work, self._engine.pool)
-        self._scheduler.compute(sequence)
-        return sequence
+    def finish(self) -> Run:
+        while self.step():
+            pass
+        return self.run
 
-    def _commit(self, settled: Settled, run: Run) -> None:
-        sequence, tokens = settled.sequence, [token_and_logprobs(d)[0] for d in settled.drawn]
+    def _commit(self, settled: Settled) -> None:
+        sequence, run = settled.sequence, self.run
+        tokens = [token_and_logprobs(each)[0] for each in settled.drawn]
         finish = sequence.append(*tokens) if tokens else None
         sequence.settle(settled.computed)
         run.guessed += settled.guesses

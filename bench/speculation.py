@@ -16,25 +16,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from dataclasses import dataclass, replace
 
 from baton.core import model_store
 from baton.core.config import Config
-from baton.core.types import AttemptKey, ChatPrompt, Message, Role, Sampling, Work
-from baton.decode_worker.decode_scheduler import DecodeScheduler
+from baton.core.types import ChatPrompt, Message, Sampling
 from baton.decode_worker.drafts import Drafts
 from baton.decode_worker.speculation import Speculation
 from baton.engine.draft_model import find_draft, load_draft
 from baton.engine.engine import Engine
-from baton.engine.sequence import Sequence
-from baton.engine.step import token_and_logprobs
 from baton.router.prompts.text import Text
-from baton.worker.metrics import WorkerMetrics
-from baton.worker.step_pipeline import Settled, StepPipeline
-from baton.worker.step_record import StepRecord
+from bench.decode_loop import GREEDY, DecodeLoop, Run, Workload
 
-CHUNK_TOKENS = 256
+MAX_BATCH, CHUNK_TOKENS = 64, 256
 
 STORY = """The old lighthouse stood on the northern cliff, and every evening the keeper climbed its
 narrow stairs with a lamp in his hand. He counted the steps aloud, because his father had counted
@@ -89,43 +82,7 @@ PROMPTS = {
     "free": "Write a short story about a fox who learns to swim.",
     "noise": "Write a short story about a fox who learns to swim.",
 }
-GREEDY, NOISY = Sampling(), Sampling(temperature=2.0)
-
-
-@dataclass(slots=True)
-class Run:
-    """All answers to some prompts, and the time after their first tokens."""
-
-    answers: list[list[int]]
-    seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-    guessed: int = 0
-    accepted: int = 0
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    prompts: list[list[int]]
-    sampling: Sampling
-    most_tokens: int
-    stops: frozenset[int]
-
-    def works(self) -> list[Work]:
-        return [
-            Work(
-                AttemptKey(str(number), 1),
-                prompt,
-                replace(self.sampling, seed=number),
-                self.most_tokens,
-                self.stops,
-            )
-            for number, prompt in enumerate(self.prompts)
-        ]
+NOISY = Sampling(temperature=2.0)
 
 
 def guesser(way: str, engine: Engine) -> Speculation | None:
@@ -136,46 +93,10 @@ def guesser(way: str, engine: Engine) -> Speculation | None:
     return Speculation(Drafts(engine.draft, engine.architecture.vocabulary_size, CHUNK_TOKENS))
 
 
-class Decoding:
-    """One way to answer the prompts of a workload."""
-
-    def __init__(self, engine: Engine, load: Workload, way: str) -> None:
-        speculation = guesser(way, engine)
-        self._scheduler = DecodeScheduler(engine.pool, 64, CHUNK_TOKENS, speculation)
-        self._pipeline = StepPipeline(engine, WorkerMetrics("bench", Role.DECODE), StepRecord())
-        self._pipeline.on_step = speculation.note_step if speculation else None
-        self._sequences = [Sequence.queued(work, engine.pool) for work in load.works()]
-        for sequence in self._sequences:
-            self._scheduler.compute(sequence)
-        self.run = Run([])
-
-    def step(self) -> bool:
-        """False when all is answered."""
-        run, began = self.run, time.perf_counter()
-        plan = self._scheduler.next()
-        for settled in self._pipeline.advance(plan):
-            self._commit(settled)
-        run.steps += 1
-        run.seconds += time.perf_counter() - began
-        if any(not each.generated for each in self._sequences):
-            self.run = Run([])
-        run.answers = [each.tokens[each.prompt_length :] for each in self._sequences]
-        return bool(plan)
-
-    def _commit(self, settled: Settled) -> None:
-        sequence, run = settled.sequence, self.run
-        tokens = [token_and_logprobs(each)[0] for each in settled.drawn]
-        finish = sequence.append(*tokens) if tokens else None
-        sequence.settle(settled.computed)
-        run.guessed += settled.guesses
-        run.accepted += len(tokens) - 1 if settled.guesses else 0
-        run.tokens += len(tokens)
-        if finish:
-            self._scheduler.remove(sequence)
-
-
 def decode(engine: Engine, load: Workload, ways: list[str]) -> dict[str, Run]:
-    decoding = {way: Decoding(engine, load, way) for way in ways}
+    decoding = {
+        way: DecodeLoop(engine, load, guesser(way, engine), MAX_BATCH, CHUNK_TOKENS) for way in ways
+    }
     going = list(decoding.values())
     while going:
         going = [each for each in going if each.step()]
@@ -242,7 +163,7 @@ def main() -> None:
         for streams in options.streams:
             prompts = tokenized(text, PROMPTS[name], streams)
             sampling = NOISY if name == "noise" else GREEDY
-            load = Workload(prompts, sampling, options.tokens, text.eos_token_ids)
+            load = Workload(prompts, options.tokens, text.eos_token_ids, sampling)
             runs = measure(engine, load, ways, options.repeats)
             for way in ways[1:]:
                 report(name, streams, way, runs)
