@@ -10,14 +10,23 @@ rows cost little, one line fits all.
 from __future__ import annotations
 
 import bisect
+from typing import NamedTuple
 
 from baton.core.online_fit import OnlineFit
 
-CPU_ROWS, GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 256)
-"""The numbers of rows whose cost is fitted."""
 
-ROW_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, WAIT_SECONDS = 1e-3, 4e-3, 1e-2, 1e-3
-"""Assumed until steps have been measured; only their ratios matter."""
+class Assumed(NamedTuple):
+    """Seconds that are assumed until steps have been measured. Only their ratios matter."""
+
+    step: float
+    row: float
+    wait: float
+    rows: tuple[int, ...]  # numbers of rows whose cost is fitted
+
+
+CPU = Assumed(4e-3, 1e-3, 1e-3, (1, 2, 4, 8, 16, 32, 64, 128, 256))
+GPU = Assumed(5e-3, 2e-5, 5e-4, (1, 256))
+"""The second as an H200 has them with a model of 8B."""
 
 MEMORY = 200.0
 """Steps after which one counts for a third."""
@@ -30,10 +39,10 @@ class StepCost:
     def __init__(self, *, runs_ahead: bool = False) -> None:
         """`runs_ahead`: a device runs steps while the next are planned, unless it is made to
         wait."""
-        self._rows = GPU_ROWS if runs_ahead else CPU_ROWS
-        step = GPU_STEP_SECONDS if runs_ahead else CPU_STEP_SECONDS
-        steps = [step + ROW_SECONDS * rows for rows in self._rows]
-        self._set_fit(OnlineFit([*steps, WAIT_SECONDS], MEMORY))
+        assumed = GPU if runs_ahead else CPU
+        self._rows = assumed.rows
+        steps = [assumed.step + assumed.row * rows for rows in self._rows]
+        self._set_fit(OnlineFit([*steps, assumed.wait], MEMORY))
         self._most_measured = 0
 
     def _set_fit(self, fit: OnlineFit) -> None:

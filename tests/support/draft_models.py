@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import change_config
 
 from baton.core.online_fit import OnlineFit
-from baton.decode_worker.step_cost import CPU_ROWS, StepCost
+from baton.decode_worker.step_cost import CPU, StepCost
 
 WEIGHTS = "model.safetensors"
 ADDING = ("o_proj.weight", "down_proj.weight")
@@ -33,9 +33,9 @@ class FixedStepCost(StepCost):
     """A step of the main model, by the same rule."""
 
     def __init__(self, step: float = 1e-2, row: float = 1e-4) -> None:
-        self._rows = CPU_ROWS
-        self._set_fit(FixedCost([*(step + row * rows for rows in CPU_ROWS), step], 1.0))
-        self._most_measured = CPU_ROWS[-1]
+        self._rows = CPU.rows
+        self._set_fit(FixedCost([*(step + row * rows for rows in CPU.rows), step], 1.0))
+        self._most_measured = CPU.rows[-1]
 
 
 def main_cost() -> FixedStepCost:

@@ -126,3 +126,13 @@ def test_all_requests_wait_for_guesses_in_flight() -> None:
         each.launched(1)
     second.guesses = []
     assert scheduler.next() == {}
+
+
+def test_a_gpus_batch_guesses_before_steps_of_other_sizes_were_measured() -> None:
+    sequences = repeating(PagePool(1000, 4), 32)
+    speculation = Speculation(runs_ahead=True)
+    for _ in range(20):
+        speculation.note_step(len(sequences), 0.0051)
+    for each in sequences:
+        each.expected, each.computed = 1, each.computed + 1
+    assert speculation.waits(dict.fromkeys(sequences, 1), 200)
