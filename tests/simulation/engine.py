@@ -70,6 +70,7 @@ class SimulatedEngine:
         self.context_length = self.pool.longest_context(1 << 20)
         self._windows = windows
         self.runs_ahead = runs_ahead
+        self.has_independent_rows = False  # it checks no guesses
         # Memory is never clean: what a page held before looks like anything else.
         self.memory = [[salt + page] * page_size for page in range(pages)]
         self._last_tokens: dict[Lease, int] = {}
