@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from pools import CUDA
+from random_shapes import SMALL, VOCABULARY
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,19 +30,7 @@ from baton.engine.weights import load_model
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
-VOCABULARY, PAGES, PAGE_SIZE, ANSWER = 4000, 2048, 16, 6
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
+PAGES, PAGE_SIZE, ANSWER = 2048, 16, 6
 WIDTHS = {"q": (576, 576), "k": (192, 576), "v": (192, 576), "o": (576, 576)}
 MLP = {"gate": (1536, 576), "up": (1536, 576), "down": (576, 1536)}
 RANKS = (4, 16, 9)
@@ -93,7 +82,7 @@ class Merged(RandomTensors):
 
 
 def model_of(folder: Path, dtype: torch.dtype, source: RandomTensors | None = None) -> Model:
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "config.json").write_text(json.dumps(SMALL))
     shape = parse_architecture(folder / "config.json")
     return load_model(source or RandomTensors("cuda"), shape, dtype, "cuda")
 
