@@ -80,7 +80,7 @@ def test_a_function_is_called_and_its_output_goes_back(sdk: openai.OpenAI) -> No
     ) as stream:
         pieces = [event for event in stream if event.type.endswith("arguments.delta")]
         response = stream.get_final_response()
-    assert len(pieces) > 3
+    assert len(pieces) > 1
     (call,) = response.output
     assert (call.type, call.name) == ("function_call", "b")
     assert json.loads(call.arguments)["days"] in (1, 2, 3)
