@@ -12,7 +12,7 @@ from processes import ProcessCluster
 from baton.core.model_store import EMBEDDED
 
 SIZES: dict[str, object] = {"kv_memory": "512MiB", "threads": 1}
-TREE: dict[str, object] = {"prefill": SIZES, "decode": SIZES, "speculation": "auto"}
+TREE: dict[str, object] = {"prefill": SIZES, "decode": SIZES}
 
 
 @pytest.fixture(scope="session")
