@@ -44,8 +44,10 @@ def answer(serve: Serve) -> str:
 
 def test_it_shows_how_far_it_is_and_how_to_use_it(serve: Serve) -> None:
     for worker in ("prefill-0", "decode-0"):
-        for step in ("importing torch", "loading the model", "ready"):
-            assert re.search(rf"^ +\d+\.\d s  {worker} +{step}$", serve.stdout, re.MULTILINE)
+        # A step shorter than the time between two looks may be missed.
+        shown = re.findall(rf"^ +\d+\.\d s  {worker} +(\S.*)$", serve.stdout, re.MULTILINE)
+        assert {"importing torch", "loading the model"} & set(shown)
+        assert shown[-1] == "ready"
     assert f'baton generate --address {serve.address} "' in serve.stdout
     assert serve.stderr == ""
 
