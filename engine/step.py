@@ -17,7 +17,10 @@ samples behind each."""
 
 def with_guesses(plan: Plan) -> Plan:
     """How many rows each sequence of the plan has."""
-    return {each: count + max(0, each.draws(count) - 1) for each, count in plan.items()}
+    return {
+        each: count + len(each.guesses) if each.guesses and each.samples(count) else count
+        for each, count in plan.items()
+    }
 
 
 def check_plan(plan: Plan, page_size: int) -> None:

@@ -83,7 +83,8 @@ class StepPipeline:
     def _launch(self, plan: Plan) -> None:
         rows = sum(count + len(sequence.guesses) for sequence, count in plan.items())
         began = time.monotonic()
-        idle = None if self._launched else began - self._settled_at
+        gap = began - self._settled_at
+        idle = gap if not self._launched and gap < LONGEST_IDLE else None
         computed = [sequence.computed + count for sequence, count in plan.items()]
         self.record.begin(list(plan))
         step = launch(self._engine, plan)
@@ -96,7 +97,7 @@ class StepPipeline:
         seconds = self._settled_at - began
         self._metrics.step(len(plan), launched.rows, seconds)
         if self.on_step and max(plan.values()) == 1:
-            idle = launched.idle if (launched.idle or LONGEST_IDLE) < LONGEST_IDLE else None
+            idle = launched.idle
             self.on_step(launched.rows, seconds + (idle or 0.0), idle is not None)
         self._observe_compute(plan, seconds)
         return list(map(_settled, plan, launched.computed, outcomes))

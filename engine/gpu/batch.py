@@ -1,7 +1,8 @@
 """One step as arrays: its rows, what they read and where they store.
 
 Rows are tokens: first one for each decoding sequence, then the chunks. A sequence with guesses is
-a chunk, except in a step that only decodes: there its rows are attended one by one, as all are.
+a chunk, except in a step that only decodes: there blocks list its rows, which are attended together
+(kernels/gpu/guess_attention.py).
 
 `StepMessage` is what
 rank 0 sends to the other ranks, as 32-bit numbers; its tokens are placeholders there, since

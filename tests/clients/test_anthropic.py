@@ -53,7 +53,7 @@ def test_a_question_is_answered(sdk: anthropic.Anthropic) -> None:
 def test_an_answer_streams(sdk: anthropic.Anthropic) -> None:
     with sdk.messages.stream(messages=ASKED, **GREEDY) as stream:
         pieces = list(stream.text_stream)
-    assert len(pieces) > 1
+    assert len(pieces) > 3
     assert "".join(pieces) == ANSWER
     message = stream.get_final_message()
     assert message.content[0].text == ANSWER

@@ -35,7 +35,7 @@ def test_a_question_is_answered(chat: ChatOpenAI) -> None:
 
 def test_an_answer_streams(chat: ChatOpenAI) -> None:
     pieces = list(chat.stream(QUESTION, stream_usage=True))
-    assert len(pieces) > 1
+    assert len(pieces) > 3
     assert "".join(str(piece.content) for piece in pieces) == ANSWER
 
 

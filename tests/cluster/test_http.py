@@ -61,7 +61,7 @@ def test_a_streamed_chat_joins_to_the_whole(sdk: openai.OpenAI) -> None:
     )
     *deltas, last = chunks
     assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == ANSWER
-    assert len(deltas) > 1
+    assert len(deltas) > 3
     assert deltas[0].choices[0].delta.role == "assistant"
     assert deltas[-1].choices[0].finish_reason == "stop"
     assert last.choices == []

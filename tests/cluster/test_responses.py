@@ -51,7 +51,7 @@ def test_an_answer_streams(sdk: openai.OpenAI) -> None:
     with sdk.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         response = stream.get_final_response()
-    assert len(deltas) > 1
+    assert len(deltas) > 3
     assert "".join(deltas) == response.output_text == ANSWER
 
 
@@ -80,7 +80,7 @@ def test_a_function_is_called_and_its_output_goes_back(sdk: openai.OpenAI) -> No
     ) as stream:
         pieces = [event for event in stream if event.type.endswith("arguments.delta")]
         response = stream.get_final_response()
-    assert len(pieces) > 1
+    assert len(pieces) > 3
     (call,) = response.output
     assert (call.type, call.name) == ("function_call", "b")
     assert json.loads(call.arguments)["days"] in (1, 2, 3)
