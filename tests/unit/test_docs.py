@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,15 @@ from baton.router.edges.http.openapi import document
 ROOT = Path(__file__).parents[2]
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in TOP_PAGES)])
-FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
+IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
+FOLDERS = {
+    path.name
+    for path in ROOT.iterdir()
+    if path.is_dir()
+    and path.name[0] != "."
+    and not any(fnmatch(path.name, pattern) for pattern in IGNORED)
+}
+"""Of the repository: not what `make` leaves behind."""
 OTHERS_NAMES = {"UCX_NET_DEVICES", "RAY_gcs_rpc_server_reconnect_timeout_s"}
 MOST_README_LINES = 150
 MOST_PARAGRAPH_CHARACTERS = 800
