@@ -1,59 +1,71 @@
-"""Which kernels a GPU runner compiles, without a GPU: `python compiled_kernels.py FOLDER`.
+"""Which kernels a GPU runner compiles, without a GPU: `python compiled_kernels.py FOLDER…`.
 
-Prints a JSON object: the kernels compiled by `compiling`, and those that steps of all layers
-would still compile. Stands in for the driver, the compiler and the matrix library, so nothing is
-launched and nothing is multiplied.
-Triton must not interpret.
+Prints a JSON object: for each folder's model the kernels compiled by `compiling` and those that
+steps of all layers would still compile; and all kernels that were translated, of these models and
+of those in CASES. Stands in for the driver, the compiler and the matrix library, so nothing is
+launched and nothing is multiplied. Triton must not interpret.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import triton.compiler
-from torch import Tensor
+from no_device import Driver, Translation, multiply, multiply_batches
+from small_shapes import EXPERTS, LATENTS, SHAPE, SINKS
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from baton.engine.architecture import read_architecture
+from baton.engine.architecture import Architecture, parse_architecture, read_architecture
 from baton.engine.checkpoint import Checkpoint
+from baton.engine.engine import stored_dtype
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.batch import Ints
 from baton.engine.gpu.device import AdapterRoom
+from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.gpu.start import _rehearse, _rehearse_steps
+from baton.engine.model_choice import KvDtype, WeightQuantization, stored_shape
 from baton.engine.page_groups import make_pool
+from baton.engine.random_tensors import RandomTensors
 from baton.engine.step import Plan
 from baton.engine.weights import load_model
+from baton.kernels.gpu import compile, hopper_chunks, hopper_latents, long_attention
+from baton.kernels.gpu.chunk_attention import merge_attended
 from baton.kernels.gpu.compile import compiling
+from baton.kernels.gpu.experts import sum_parts
+from baton.kernels.gpu.pages import copy_pages, digest_pages
 
-CONTEXT, PAGES, PAGE_SIZE = 1024, 256, 16
+CONTEXT, PAGES, PAGE_SIZE, CHUNK = 1024, 256, 16, 700
+ADDRESS = 1 << 40
+SHORT_LATENTS = LATENTS | {"kv_lora_rank": 256}
+"""Which Hopper's own kernel does not support."""
+
+CASES: tuple[tuple[dict[str, object], WeightQuantization, KvDtype, Numerics], ...] = (
+    (SHAPE, "none", "auto", Numerics.INVARIANT),
+    (SHAPE, "fp8", "int8", Numerics.INVARIANT),
+    (EXPERTS, "none", "auto", Numerics.INVARIANT),
+    (SINKS, "none", "auto", Numerics.INVARIANT),
+    (LATENTS, "none", "auto", Numerics.INVARIANT),
+    (SHORT_LATENTS, "none", "auto", Numerics.FAST),
+    (SHAPE | {"model_type": "olmo2"}, "none", "auto", Numerics.INVARIANT),
+)
 
 
-class Hopper:
-    """A driver of no device."""
+class AtOnce(ThreadPoolExecutor):
+    """In this thread: two that parse Python at once break it up to 3.11.7 (gh-106905)."""
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-def multiply(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """torch.mm, but for the numbers: a CPU takes long for those."""
-    return x.new_empty(len(x), weight.shape[1]) if out is None else out
+    def submit(self, function: Callable[..., Any], *args: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*args, **named))
+        return done
 
 
 def first_slots(plan: Plan) -> Ints:
@@ -61,14 +73,9 @@ def first_slots(plan: Plan) -> Ints:
     return np.zeros(sum(plan.values()), np.int32)
 
 
-def main(folder: Path) -> None:
-    driver.set_active(Hopper())
-    triton.compiler.compile = lambda source, **options: object()
-    torch.mm = multiply
-    compiled: list[str] = []
-    knobs.runtime.jit_post_compile_hook = lambda *, fn, key, **_: compiled.append(
-        f"{fn.name} {key}"
-    )
+def kernels_of(folder: Path, compiled: list[str]) -> dict[str, list[str]]:
+    """Those compiled ahead and later, as the hook behind `compiled` notes them."""
+    compiled.clear()
     shape = read_architecture(folder)
     model = load_model(Checkpoint(folder), shape, torch.bfloat16, "cpu")
     size = shape.pages_shape(PAGES, PAGE_SIZE)
@@ -78,18 +85,82 @@ def main(folder: Path) -> None:
     runner._recordable = True
     pool = make_pool(PAGES, PAGE_SIZE, shape.slices.windows)
     with runner.compiling():
-        _rehearse_steps(runner, pool, 700, CONTEXT, shape.routing)
+        _rehearse_steps(runner, pool, CHUNK, CONTEXT, shape.routing)
     ahead = list(compiled)
     with compiling():
         runner._run_recordings()
         for slots_of in (adapters.slots_of, first_slots):
             adapters.slots_of = slots_of  # type: ignore[method-assign]
-            _rehearse_steps(runner, pool, 700, CONTEXT, shape.routing)
+            _rehearse_steps(runner, pool, CHUNK, CONTEXT, shape.routing)
             for part in ((0, 17), (0, 600), (16, 500), (512, 256)):
                 for count in (1, 3):
                     _rehearse(runner, pool, [part] * count)
-    print(json.dumps({"ahead": sorted(ahead), "later": sorted(compiled[len(ahead) :])}))
+    return {"ahead": sorted(ahead), "later": sorted(compiled[len(ahead) :])}
+
+
+def pretend_to_be_hopper() -> None:
+    """Chooses what only a Hopper has, for tensors of no device."""
+    for module in (hopper_chunks, hopper_latents):
+        module.copies_pages = lambda kv_layer: kv_layer.dtype in long_attention.ELEMENTS
+    hopper_chunks._chip_programs = lambda device: 132
+    long_attention.supports = lambda head_dim, dtype, device: head_dim in hopper_chunks.ROOMS
+
+
+def architecture(settings: dict[str, object]) -> Architecture:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(settings))
+        return parse_architecture(config)
+
+
+def rehearse(
+    settings: dict[str, object],
+    quantization: WeightQuantization,
+    kv_dtype: KvDtype,
+    numerics: Numerics,
+) -> None:
+    """Compiles what a runner would before it serves. Chunks are long at once."""
+    shape = architecture(settings)
+    weights = RandomTensors("cpu")
+    model = load_model(weights, shape, torch.bfloat16, "cpu", quantization=quantization)
+    size = stored_shape(shape.pages_shape(PAGES, PAGE_SIZE), kv_dtype, "cuda")
+    kv = torch.zeros(size, dtype=stored_dtype(kv_dtype, torch.bfloat16))
+    runner = GpuRunner(model, kv, CONTEXT, 64, numerics=numerics, chunk_tokens=64)
+    runner._recordable = True
+    pool = make_pool(PAGES, PAGE_SIZE, shape.slices.windows)
+    with runner.compiling():
+        _rehearse_steps(runner, pool, CHUNK, CONTEXT, shape.routing)
+
+
+def compile_others() -> None:
+    """Kernels of several ranks, of another numerics' library and of pages."""
+    ids = torch.zeros(2, dtype=torch.int32)
+    heads = torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16)
+    weights = torch.zeros(1, 2, 16, 1)
+    with compiling():
+        sum_parts(heads[0])
+        merge_attended(heads, weights, heads, weights)
+        for page_bytes in (4096, 4100):
+            copy_pages(ADDRESS, ADDRESS, page_bytes, ids, ids)
+            digest_pages(ADDRESS, page_bytes, ids, ids)
+
+
+def main(folders: list[str]) -> None:
+    driver.set_active(Driver())
+    translation = Translation()
+    torch.mm, torch.bmm = multiply, multiply_batches
+    compile.ThreadPoolExecutor = AtOnce  # type: ignore[attr-defined,misc]
+    compiled: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, key, **_: compiled.append(
+        f"{fn.name} {key}"
+    )
+    found = {folder: kernels_of(Path(folder), compiled) for folder in folders}
+    pretend_to_be_hopper()
+    for case in CASES:
+        rehearse(*case)
+    compile_others()
+    print(json.dumps({"models": found, "translated": sorted(translation.kernels)}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1:])

@@ -15,7 +15,8 @@ SHARED_BYTES = 232_448
 
 
 def test_attention_of_wide_heads_fits_into_shared_memory(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    own = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, **own, "PYTHONPATH": ":".join(sys.path)}
     script = [sys.executable, str(SCRIPT)]
     ran = subprocess.run(script, check=True, capture_output=True, env=environment)
     found = json.loads(ran.stdout)

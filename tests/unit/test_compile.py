@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import TINY_MODELS, save
@@ -16,6 +18,8 @@ from triton.runtime.jit import JITFunction
 from baton.kernels.gpu.compile import compiling
 
 SCRIPT = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
+KERNELS = Path(__file__).parents[2] / "kernels" / "gpu"
+MODELS = ("smollm3", "qwen2-moe")
 
 
 def kernel(pointer: object) -> None:
@@ -54,12 +58,33 @@ def test_an_error_ends_the_compilation_mode(launches: list[str]) -> None:
     assert launches == ["launched"]
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen2-moe"])
-def test_few_layers_have_the_kernels_of_all(tmp_path: Path, name: str) -> None:
-    save(TINY_MODELS[name].changed(num_hidden_layers=5), tmp_path)
-    script = [sys.executable, str(SCRIPT), str(tmp_path)]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    ran = subprocess.run(script, check=True, capture_output=True, env=environment)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What compiled_kernels.py prints, with the models' names for their folders."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, folder in folders.items():
+        save(TINY_MODELS[name].changed(num_hidden_layers=5), folder)
+    script = [sys.executable, str(SCRIPT), *map(str, folders.values())]
+    own = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    ran = subprocess.run(script, capture_output=True, env={**os.environ, **own}, text=True)
+    assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
-    assert len(found["ahead"]) == len(set(found["ahead"])) > 20
-    assert found["later"] == []
+    return found | {"models": {name: found["models"][str(folders[name])] for name in MODELS}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_few_layers_have_the_kernels_of_all(found: Any, name: str) -> None:
+    kernels = found["models"][name]
+    assert len(kernels["ahead"]) == len(set(kernels["ahead"])) > 20
+    assert kernels["later"] == []
+
+
+def test_every_kernel_has_types_that_fit(found: Any) -> None:
+    """The interpreter knows no types: only the compiler finds what does not fit."""
+    launched = {
+        f"baton.kernels.gpu.{path.stem}.{kernel}"
+        for path in KERNELS.glob("*.py")
+        for kernel in re.findall(r"^ +(_\w+)\[\(", path.read_text(), re.MULTILINE)
+    }
+    assert len(launched) > 30
+    assert sorted(launched - set(found["translated"])) == []
