@@ -13,22 +13,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
 from baton.core.encoder_config import EncoderConfig
 from baton.engine.checkpoint import Checkpoint
+from baton.kernels.linear import Linear
 
 CPU = torch.device("cpu")
 WORDS = "embeddings.word_embeddings.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: Tensor  # [out, in]
-    bias: Tensor
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return linear(rows, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +35,11 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: _Linear
-    out: _Linear
+    qkv: Linear
+    out: Linear
     attention_norm: _Norm
-    up: _Linear
-    down: _Linear
+    up: Linear
+    down: Linear
     norm: _Norm
 
 
@@ -66,8 +58,13 @@ class _Weights:
         self._checkpoint.copy(self._prefix + name, target)
         return target.to(self._device)
 
-    def linear(self, name: str, out: int, size: int) -> _Linear:
-        return _Linear(self.tensor(f"{name}.weight", out, size), self.tensor(f"{name}.bias", out))
+    def linear(self, out: int, size: int, *names: str) -> Linear:
+        """One layer of those names' outputs, one after the other, laid out for this CPU."""
+        weights = [self.tensor(f"{name}.weight", out, size) for name in names]
+        biases = [self.tensor(f"{name}.bias", out) for name in names]
+        made = Linear(torch.cat(weights), torch.cat(biases))
+        made.pack()
+        return made
 
     def norm(self, name: str) -> _Norm:
         hidden = self._config.hidden
@@ -77,19 +74,13 @@ class _Weights:
     def layer(self, index: int) -> _Layer:
         hidden, inner = self._config.hidden, self._config.inner
         name = f"encoder.layer.{index}"
-        parts = [
-            self.linear(f"{name}.attention.self.{part}", hidden, hidden)
-            for part in ("query", "key", "value")
-        ]
-        joined = _Linear(
-            torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-        )
+        parts = (f"{name}.attention.self.{part}" for part in ("query", "key", "value"))
         return _Layer(
-            joined,
-            self.linear(f"{name}.attention.output.dense", hidden, hidden),
+            self.linear(hidden, hidden, *parts),
+            self.linear(hidden, hidden, f"{name}.attention.output.dense"),
             self.norm(f"{name}.attention.output.LayerNorm"),
-            self.linear(f"{name}.intermediate.dense", inner, hidden),
-            self.linear(f"{name}.output.dense", hidden, inner),
+            self.linear(inner, hidden, f"{name}.intermediate.dense"),
+            self.linear(hidden, inner, f"{name}.output.dense"),
             self.norm(f"{name}.output.LayerNorm"),
         )
 
@@ -135,8 +126,9 @@ class Encoder:
         rows = self._words[torch.tensor(tokens, device=self._device)]
         rows = self._norm(rows + self._places[torch.tensor(places, device=self._device)])
         for layer in self._layers:
-            rows = layer.attention_norm(rows + layer.out(self._attend(layer.qkv(rows), groups)))
-            rows = layer.norm(rows + layer.down(gelu(layer.up(rows))))
+            attended = self._attend(layer.qkv(rows), groups)
+            rows = layer.attention_norm(layer.out.add_to(rows, attended))
+            rows = layer.norm(layer.down.add_to(rows, gelu(layer.up(rows))))
         pooled = torch.cat([self._pool(group.of(rows)) for group in groups]).cpu()
         vectors = torch.empty_like(pooled)
         vectors[order] = pooled
