@@ -1,40 +1,45 @@
 """Embeddings a second: `python -m bench.embeddings --model FOLDER`.
 
-The encoder in FOLDER as the embedding model of a cluster (a prefill worker, a decode worker that
-idles, a router), over gRPC, and in turns by sentence-transformers in this process, where that is
-installed: the same texts of 3 to 60 words, the same number of threads. Both with tokenizing.
+The same texts of 3 to 60 words with tokenizing, in turns, on as many threads:
+
+- by the encoder in FOLDER: as the embedding model of a cluster (a prefill worker, a decode worker
+  that idles, a router) over gRPC; by the engine in this process; and by sentence-transformers, or
+  where that is not installed by transformers, in batches of 32 of about one length as it has them;
+- by a model's last token: the same ways, with the served model.
+
+On a GPU without a cluster, with random weights in the shapes of all-MiniLM-L6-v2 and of the
+embedded model: `python -m bench.embeddings --random --device cuda --no-cluster --texts 8192`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
+import contextlib
 import os
-import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy
 import torch
 
-from baton import Client
-from baton.engine import quality
-from bench.processes import FREE_ROUTER, router, workers
-
-Embed = Callable[[Sequence[str]], numpy.ndarray]
+import baton
+from baton.core import model_store
+from bench.embedding_ways import (
+    Embed,
+    draw_texts,
+    encoder_by_engine,
+    encoder_by_others,
+    last_token_by_engine,
+    last_token_by_transformers,
+    save_random_encoder,
+    save_random_model,
+)
 
 INPUTS = 128
 """Of a call."""
-
-
-def draw_texts(count: int) -> list[str]:
-    words = Path(quality.__file__).with_suffix(".txt").read_text().split()
-    draw = random.Random(1)
-    return [" ".join(draw.choices(words, k=draw.randint(3, 60))) for _ in range(count)]
 
 
 def cpu_seconds(process: int) -> float:
@@ -46,16 +51,16 @@ def cpu_seconds(process: int) -> float:
 class Way:
     """A way to embed, in processes of its own."""
 
-    def __init__(self, embed: Embed, processes: Sequence[int]) -> None:
+    def __init__(self, embed: Embed, processes: Sequence[int] | None = None) -> None:
         self.embed = embed
-        self._processes = processes
+        self._processes = processes or [os.getpid()]
         self._speeds: list[tuple[float, float]] = []
 
     def measure(self, texts: Sequence[str]) -> None:
         began, cpu = time.perf_counter(), self._cpu_seconds
         self.embed(texts)
         taken = time.perf_counter() - began, self._cpu_seconds - cpu
-        self._speeds.append((len(texts) / taken[0], len(texts) / taken[1]))
+        self._speeds.append((len(texts) / taken[0], len(texts) / max(taken[1], 0.01)))
 
     @property
     def best(self) -> tuple[float, float]:
@@ -68,63 +73,94 @@ class Way:
         return sum(map(cpu_seconds, self._processes))
 
 
-def by_cluster(client: Client, name: str) -> Embed:
+def by_cluster(client: baton.Client, name: str, last_token: bool = False) -> Embed:
     def embed(texts: Sequence[str]) -> numpy.ndarray:
         calls = [texts[start : start + INPUTS] for start in range(0, len(texts), INPUTS)]
-        return numpy.concatenate([client.embed(each, model=name) for each in calls])
+        pooling: Literal["last"] | None = "last" if last_token else None
+        found = [client.embed(each, model=name, pooling=pooling) for each in calls]
+        return numpy.concatenate(found)
 
     return embed
 
 
-def by_sentence_transformers(folder: Path) -> Embed | None:
-    if importlib.util.find_spec("sentence_transformers") is None:
-        print("sentence-transformers is not installed")
-        return None
-    library: Any = importlib.import_module("sentence_transformers")
-    encode: Embed = library.SentenceTransformer(str(folder), device="cpu").encode
-    return encode
+@contextlib.contextmanager
+def cluster(served: str, encoder: Path, threads: int) -> Iterator[Callable[[str, bool], Way]]:
+    """Yields what makes a way of a model's name."""
+    from bench.processes import FREE_ROUTER, router, workers  # not where there is an engine alone
 
-
-def report(ways: dict[str, Way], texts: list[str], rounds: int) -> None:
-    first, *others = [way.embed(texts[:INPUTS]) for way in ways.values()]
-    for other in others:
-        print(f"largest difference {numpy.abs(first - other).max():.1e}")
-    for _ in range(rounds):
-        for way in ways.values():
-            way.measure(texts)
-    print(f"{'texts':<24} a second  a CPU second")
-    for name, way in ways.items():
-        clock, cpu = way.best
-        print(f"{name:<24}{clock:9.1f}{cpu:14.1f}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="the encoder's folder")
-    parser.add_argument("--texts", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    folder: Path = arguments.model.absolute()
-    texts = draw_texts(arguments.texts)
     tree: dict[str, object] = {
-        "embedding_model": str(folder),
-        "prefill": {"threads": arguments.threads},
+        "model": served,
+        "embedding_model": str(encoder),
+        "prefill": {"threads": threads},
         "decode": {"threads": 1},
         "router": FREE_ROUTER,
     }
-    torch.set_num_threads(arguments.threads)
     with (
         tempfile.TemporaryDirectory() as logs,
         workers(Path(logs), tree, ["prefill-0", "decode-0"]) as started,
-        router(Path(logs), tree, started.values()) as served,
-        Client(served.address) as client,
+        router(Path(logs), tree, started.values()) as process,
+        baton.Client(process.address) as client,
     ):
-        members = [each.pid for each in (*started.values(), served)]
-        ways = {"cluster": Way(by_cluster(client, folder.name), members)}
-        if other := by_sentence_transformers(folder):
-            ways["sentence-transformers"] = Way(other, [os.getpid()])
-        report(ways, texts, arguments.rounds)
+        members = [each.pid for each in (*started.values(), process)]
+        yield lambda name, last_token: Way(by_cluster(client, name, last_token), members)
+
+
+def report(title: str, ways: dict[str, Way], texts: Sequence[str], rounds: int) -> None:
+    first, *others = [way.embed(texts[:INPUTS]) for way in ways.values()]
+    differences = [f"{numpy.abs(first - other).max():.1e}" for other in others]
+    for _ in range(rounds):
+        for way in ways.values():
+            way.measure(texts)
+    print(f"{title}: {len(texts)} texts, largest differences {', '.join(differences)}")
+    print(f"{'texts':<40} a second  a CPU second")
+    for name, way in ways.items():
+        clock, cpu = way.best
+        print(f"{name:<40}{clock:9.1f}{cpu:14.1f}", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="the encoder's folder")
+    parser.add_argument("--served", default=model_store.EMBEDDED, help="for the last token")
+    parser.add_argument("--random", action="store_true", help="random weights for both models")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-cluster", action="store_true", help="in this process alone")
+    parser.add_argument("--texts", type=int, default=512)
+    parser.add_argument("--last-token-texts", type=int, default=64, help="0 leaves this out")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    if not arguments.random and arguments.model is None:
+        parser.error("needs --model or --random")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as running:
+        if arguments.random:
+            encoder, served = Path(made) / "encoder", Path(made) / "served"
+            save_random_encoder(encoder)
+            save_random_model(served)
+        else:
+            encoder, served = arguments.model.absolute(), model_store.locate(arguments.served)
+        make_way = None
+        if not arguments.no_cluster:
+            make_way = running.enter_context(cluster(str(served), encoder, arguments.threads))
+        ways = {"cluster": make_way(encoder.name, False)} if make_way else {}
+        ways["engine, in one process"] = Way(encoder_by_engine(encoder, device))
+        name, other = encoder_by_others(encoder, device)
+        ways[name] = Way(other)
+        report("encoder", ways, draw_texts(arguments.texts), arguments.rounds)
+        if arguments.last_token_texts:
+            ways = {"cluster": make_way("", True)} if make_way else {}
+            ways["engine, in one process"] = Way(last_token_by_engine(served, device))
+            ways["transformers, batches of 32 by length"] = Way(
+                last_token_by_transformers(served, device)
+            )
+            report("last token", ways, draw_texts(arguments.last_token_texts), arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 LOAD_SECONDS = 0.2
 CONTEXT_LENGTH = 8192
+PROMPTS = ("prefill", "compute")
 EMBEDDING = struct.pack("<2f", 3.0, 4.0)
 
 
@@ -42,6 +43,8 @@ class Pace:
     token: int
     # Seconds between two steps of one worker; 0 is as fast as possible.
     step_seconds: float = 0.0
+    # Seconds that a prompt takes.
+    prefill_seconds: float = 0.0
     # Of an input's tokens.
     embed: Callable[[Sequence[int]], bytes] = lambda tokens: EMBEDDING
     # No step before this time.
@@ -101,11 +104,21 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         ]
         try:
             async for message in requests:
+                if self._pace.prefill_seconds and message.WhichOneof("kind") in PROMPTS:
+                    tasks.append(asyncio.ensure_future(self._reply_later(context, message)))
+                    continue
                 for answer in self._replies(message):
                     await self._write(context, answer)
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _reply_later(self, context: Context, message: pb.RouterMessage) -> None:
+        """Inputs of the embedding model are still embedded at once."""
+        if not message.prefill.work.pooling:  # or a prompt for a decode worker
+            await asyncio.sleep(self._pace.prefill_seconds)
+        for answer in self._replies(message):
+            await self._write(context, answer)
 
     def _replies(self, message: pb.RouterMessage) -> list[pb.WorkerMessage]:
         match message.WhichOneof("kind"):

@@ -1,11 +1,12 @@
 """What the semantic cache gives and costs: `python -m bench.semantic_responses --model FOLDER`.
 
-Routers in this process, between workers that answer and embed at once and a client: without a
-cache, and with a semantic cache in a real Redis whose one vector set has many questions, of 384
-dimensions. In turns, the time from sending a question to its first token: of new questions (misses,
-where computing wins), and of similar ones that are not to be computed (only-if-cached). What it
-takes to embed a question is not in here: bench/embeddings.py measures that. FOLDER is an encoder of
-sentence-transformers, of which the tokenizer is used.
+Routers in this process, between workers that embed at once and take a given time for a prompt, and
+a client: without a cache, and with a semantic cache in a real Redis whose vector sets, one or
+several, have many random questions of 384 dimensions: no two are similar, which is the worst case
+of a search. In turns, the time from sending a question to its first token: of new questions
+(misses, where computing wins), and of similar ones that are not to be computed (only-if-cached).
+What it takes to embed a question is not in here: bench/embeddings.py measures that. FOLDER is an
+encoder of sentence-transformers, of which the tokenizer is used.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import numpy
 import uvloop
 
 from baton.core.metrics import Spread
-from baton.router.response_cache.cache_store import ResponseKey
+from baton.router.response_cache.redis_connection import RedisAddress, RedisConnection
+from baton.router.response_cache.redis_store import semantic_name
 from baton.router.response_cache.response_keys import Question
 from baton.router.response_cache.semantic_cache import SemanticCache
-from baton.router.server import RouterServer
+from baton.router.response_cache.similar_questions import LINKED
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from bench.instant_worker import Pace
@@ -36,8 +38,8 @@ from bench.redis_server import RedisServer
 from bench.responses import ANSWER_TOKENS, LETTER, router
 
 DIMENSIONS = 384
-AT_ONCE = 10
-"""Questions that are added at a time: each takes Redis milliseconds where the set is large."""
+CONNECTIONS = 4
+"""That questions are added on."""
 ONLY = (("cache-control", "only-if-cached"),)
 
 
@@ -76,21 +78,25 @@ async def first_token(
     return seconds * 1000, kind
 
 
-async def fill(server: RouterServer, asked: Question, entries: int) -> None:
-    """Adds random questions to the scope of one that was asked."""
-    assert server._responses
-    assert server._responses.semantic
-    questions = server._responses.semantic.questions
+async def fill(url: str, asked: Question, entries: int, sets: int) -> None:
+    """Adds random questions to the scope of one that was asked, and to others.
+
+    Each connection adds one question at a time; Redis links several at once, in its threads."""
+    connections = [await RedisConnection.open(RedisAddress.parse(url)) for _ in range(CONNECTIONS)]
+    scopes = [asked.scope, *(os.urandom(32) for _ in range(sets - 1))]
     draw = numpy.random.default_rng(7)
-    for _ in range(entries // AT_ONCE):
-        vectors = draw.normal(size=(AT_ONCE, DIMENSIONS)).astype("<f4")
-        keys = [ResponseKey(asked.tenant, os.urandom(32)) for _ in vectors]
-        await asyncio.gather(
-            *(
-                questions.add(asked, vector.tobytes(), key)
-                for vector, key in zip(vectors, keys, strict=True)
-            )
-        )
+
+    async def add(connection: RedisConnection, count: int) -> None:
+        for number in range(count):
+            scope = scopes[number % sets].hex().encode()
+            vector = draw.normal(size=DIMENSIONS).astype("<f4").tobytes()
+            name, member = semantic_name(asked.tenant, scope), os.urandom(32).hex()
+            options = ("CAS", "NOQUANT", "EF", str(LINKED))
+            await connection.send("VADD", name, "FP32", vector, member, *options)
+
+    await asyncio.gather(*(add(each, entries // CONNECTIONS) for each in connections))
+    for each in connections:
+        each.close()
 
 
 def show(name: str, taken: Sequence[float]) -> None:
@@ -98,7 +104,8 @@ def show(name: str, taken: Sequence[float]) -> None:
     print(f"{name:<32}{spread.p50:8.2f} {spread.p90:8.2f} {spread.p99:8.2f}")
 
 
-async def measure(folder: str, entries: int, requests: int, redis: RedisServer) -> None:
+async def measure(arguments: argparse.Namespace, redis: RedisServer) -> None:
+    entries, requests = arguments.entries, arguments.requests
     cache = {"responses": "semantic", "redis": redis.url, "semantic_questions": 2 * entries}
     asked: list[Question] = []
     inquiry = SemanticCache.inquiry
@@ -113,12 +120,12 @@ async def measure(folder: str, entries: int, requests: int, redis: RedisServer) 
     async with contextlib.AsyncExitStack() as stack:
         stubs = {}
         for name, section in (("no cache", {}), ("semantic", cache)):
-            pace = Pace(LETTER, embed=embed)
-            server = await stack.enter_async_context(router(section, pace, folder))
+            pace = Pace(LETTER, embed=embed, prefill_seconds=arguments.prefill_seconds)
+            server = await stack.enter_async_context(router(section, pace, arguments.model))
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
             stubs[name] = inference_pb2_grpc.InferenceStub(channel)
         await first_token(stubs["semantic"], question(9_999, "to begin with"))
-        await fill(server, asked[0], entries)
+        await fill(redis.url, asked[0], entries, arguments.sets)
         misses: dict[str, list[float]] = {name: [] for name in stubs}
         for number in range(requests):
             for name, stub in stubs.items():
@@ -129,7 +136,7 @@ async def measure(folder: str, entries: int, requests: int, redis: RedisServer) 
             await first_token(stubs["semantic"], question(number, "is asked again"), ONLY)
             for number in range(requests)
         ]
-    print(f"{entries} questions in one vector set")
+    print(f"{entries} questions in {arguments.sets} vector sets")
     print(f"{'milliseconds to the first token':<32}     p50      p90      p99")
     for name, taken in misses.items():
         show(f"miss, {name}", taken)
@@ -140,11 +147,15 @@ async def measure(folder: str, entries: int, requests: int, redis: RedisServer) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a sentence-transformers folder")
-    parser.add_argument("--entries", type=int, default=100_000, help="questions in the set")
+    parser.add_argument("--entries", type=int, default=100_000, help="questions")
+    parser.add_argument("--sets", type=int, default=1, help="scopes that they are spread over")
+    parser.add_argument(
+        "--prefill-seconds", type=float, default=0.01, help="that a prompt takes a worker"
+    )
     parser.add_argument("--requests", type=int, default=500, help="of each kind")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as redis:
-        uvloop.run(measure(arguments.model, arguments.entries, arguments.requests, redis))
+        uvloop.run(measure(arguments, redis))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from baton.cli.views import time_text
 from baton.connection import DEFAULT_ADDRESS
 from baton.v1 import cluster_pb2
 
+VERIFIED = ("refused", "false refused", "right refused")
+"""What a verification would have refused, of the hits that were verified."""
+
 cache = typer.Typer(help="Manage the response cache.", no_args_is_help=True)
 
 
@@ -50,16 +53,27 @@ def report(
 
 
 def _print_report(found: cluster_pb2.SemanticReportResponse, false_hits: float) -> None:
-    table = grid("least similarity", right=("hits", "other text", "false", "saved", "tokens"))
+    verified = any(each.verified_hits for each in found.thresholds)
+    columns = ("hits", "other text", "false", "saved", "tokens", *(VERIFIED if verified else ()))
+    table = grid("least similarity", right=columns)
     for each in found.thresholds:
-        table.add_row(f"{each.similarity:.2f}", *_cells(each))
+        table.add_row(f"{each.similarity:.2f}", *_cells(each)[: len(columns)])
     console().print(f"{found.requests} requests were compared with earlier ones", table, sep="\n")
-    if found.HasField("proposed"):
-        least = found.proposed
-        counts = f"{least.false_hits} of {least.hits} hits are false"
-        console().print(f"proposed: cache.semantic_similarity: {least.similarity:.4f} ({counts})")
-    else:
-        console().print(f"no similarity is known to have at most {false_hits:.2%} false hits")
+    least = found.proposed if found.HasField("proposed") else None
+    _print_proposal("hits", least, false_hits)
+    if verified:
+        least = found.proposed_verified if found.HasField("proposed_verified") else None
+        _print_proposal("verified hits", least, false_hits)
+
+
+def _print_proposal(
+    of_what: str, least: cluster_pb2.SemanticThreshold | None, false_hits: float
+) -> None:
+    if least is None:
+        console().print(f"no similarity is known to have at most {false_hits:.2%} false {of_what}")
+        return
+    counts = f"{least.false_hits} of {least.hits} {of_what} are false"
+    console().print(f"proposed: cache.semantic_similarity: {least.similarity:.4f} ({counts})")
 
 
 def _cells(each: cluster_pb2.SemanticThreshold) -> tuple[str, ...]:
@@ -68,4 +82,7 @@ def _cells(each: cluster_pb2.SemanticThreshold) -> tuple[str, ...]:
 
     tokens = each.prompt_tokens + each.completion_tokens
     shares = share(each.different_hits), share(each.false_hits)
-    return str(each.hits), *shares, time_text(each.seconds), str(tokens)
+    refused = f"{each.refused_hits} of {each.verified_hits}"
+    right = each.refused_hits - each.refused_false_hits
+    sums = time_text(each.seconds), str(tokens)
+    return str(each.hits), *shares, *sums, refused, str(each.refused_false_hits), str(right)

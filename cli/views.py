@@ -51,6 +51,7 @@ _PHASES = {
     timing_pb2.PHASE_KIND_FIRST_DECODE: ("first decode step", "blue"),
     timing_pb2.PHASE_KIND_DECODE: ("decode", "blue"),
     timing_pb2.PHASE_KIND_DETOKENIZE: ("detokenize", "cyan"),
+    timing_pb2.PHASE_KIND_VERIFY: ("verify a cached answer", "magenta"),
     timing_pb2.PHASE_KIND_WRITE: ("write", "cyan"),
     timing_pb2.PHASE_KIND_RETRY: ("lost and retried", "red"),
     timing_pb2.PHASE_KIND_NETWORK: ("network, other", "dim"),
@@ -235,6 +236,7 @@ def _workers(answer: timing_pb2.AnswerTiming) -> str:
     if answer.HasField("response_cache"):
         cache = answer.response_cache
         similar = f", similarity {cache.similarity:.4f}" if cache.HasField("similarity") else ""
+        similar += ", verified" if cache.verified else ""
         return f"response cache ({cache.kind}{similar}, {duration(cache.age_seconds)} old)"
     return " → ".join(filter(None, (answer.prefill_worker, answer.decode_worker)))
 
@@ -273,7 +275,18 @@ def _placement(answer: timing_pb2.AnswerTiming, answers: int) -> Text:
     since = f"\nthe last attempt since: {answer.retry_reason}" if answer.retry_reason else ""
     return Text(
         f"{name}{_workers(answer) or 'nowhere'}{why}{again}; {answer.prompt_tokens} prompt"
-        f" tokens{cached}, {answer.completion_tokens} answered{guesses}{since}"
+        f" tokens{cached}, {answer.completion_tokens} answered{guesses}{since}{_refusal(answer)}"
+    )
+
+
+def _refusal(answer: timing_pb2.AnswerTiming) -> str:
+    if not answer.HasField("refused_hit"):
+        return ""
+    hit = answer.refused_hit
+    why = "the model denied" if hit.denied else "the model did not confirm in time"
+    return (
+        f"\na cached answer to a question of similarity {hit.similarity:.4f} was refused: {why}"
+        f" that both ask the same ({time_text(hit.seconds)})"
     )
 
 

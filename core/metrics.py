@@ -29,6 +29,8 @@ RESPONSE_STORES = "baton_response_cache_stores_total"
 RESPONSE_BYTES = "baton_response_cache_bytes"
 SEMANTIC_LOOKUPS = "baton_semantic_cache_lookups_total"
 SEMANTIC_STORES = "baton_semantic_cache_stores_total"
+SEMANTIC_VERIFICATIONS = "baton_semantic_cache_verifications_total"
+SEMANTIC_HELD_SECONDS = "baton_semantic_cache_held_seconds"
 
 # Per worker, measured at the worker; routers repeat the reported gauges.
 PAGES = "baton_pages"
@@ -81,9 +83,12 @@ HELP = {
     RESPONSE_LOOKUPS: "Requests looked up in the response cache, by result: hit, miss, failed",
     RESPONSE_STORES: "Responses for the response cache, by result: stored, failed",
     RESPONSE_BYTES: "Bytes of responses in this router's memory",
-    SEMANTIC_LOOKUPS: "Searches for similar questions, by result: hit, miss, failed, late (the"
-    " first token came before)",
+    SEMANTIC_LOOKUPS: "Searches for similar questions, by result: hit, miss, refused (not"
+    " confirmed), failed, late (the first token came before)",
     SEMANTIC_STORES: "Questions for the semantic cache, by result: stored, failed",
+    SEMANTIC_VERIFICATIONS: "Hits that the served model was asked about, by result: confirmed,"
+    " denied, failed (no answer in time, too)",
+    SEMANTIC_HELD_SECONDS: "How long computed first tokens waited while a hit was verified",
     PAGES: "Pages of the K/V pool by state: free, leased, quarantined, cached (which are free too)",
     WAITING: "Requests that wait in a worker for pages or compute",
     RUNNING: "Requests in a worker's current batch",

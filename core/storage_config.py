@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.core.config_values import Bytes, PositiveFloat, PositiveInt, Share, Size, key
+from baton.core.config_values import (
+    Bytes,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    Size,
+    key,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,11 @@ class CacheConfig:
     )
     semantic_questions: PositiveInt = key(
         100_000, "Questions of one tenant; the one that was used longest ago is forgotten."
+    )
+    semantic_verify_seconds: NonNegativeFloat = key(
+        0.0,
+        "Ask the served model, for one token, whether a similar question asks the same; without a"
+        " yes in this time its answer is not given. A first token waits no longer. 0: never ask.",
     )
     redis: str = key("", "A redis:// or rediss:// URL: routers share answers there, not in memory.")
     redis_key: str = key("", "A file with a secret of 32 bytes or more that encrypts them there.")

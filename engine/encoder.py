@@ -1,14 +1,15 @@
 """Encoders of the BERT family, as sentence-transformers packages them: texts to vectors.
 
 Attention looks both ways, so there are no pages: an input is computed whole, in one step. Inputs of
-one step lie one after the other, without padding; those of one length share their attention.
+one step lie one after the other, without padding; those of one length, or on a GPU of about one,
+share their attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import torch
@@ -20,6 +21,9 @@ from baton.engine.checkpoint import Checkpoint
 from baton.kernels.linear import Linear
 
 CPU = torch.device("cpu")
+GPU_PADDING = 32
+"""On a GPU, inputs share their attention whose lengths round up to the same multiple of this: many
+small kernels would take longer than padding. On a CPU only those of one length do."""
 WORDS = "embeddings.word_embeddings.weight"
 
 
@@ -85,18 +89,39 @@ class _Weights:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring inputs of one length."""
+    """Neighbouring inputs that share their attention, of one length or padded to one."""
 
-    start: int  # its first row
-    count: int
-    length: int
+    def __init__(self, start: int, lengths: Sequence[int], device: torch.device) -> None:
+        """`start` is the first one's first row."""
+        self._rows = slice(start, start + sum(lengths))
+        self._shape = count, longest = len(lengths), max(lengths)
+        self.mask: Tensor | None = None  # [count, 1, 1, longest], of what is no padding
+        if min(lengths) == longest:
+            return
+        places = torch.arange(longest).expand(count, longest)
+        mask = places < torch.tensor(lengths)[:, None]
+        begins = start + torch.tensor([0, *accumulate(lengths)][:-1])
+        self.mask = mask[:, None, None].to(device)
+        # Padding has the number of the input's first row.
+        self._padded = (begins[:, None] + places * mask).to(device)  # [count, longest]
+        self._kept = mask.flatten().nonzero()[:, 0].to(device)
+        self._weights = (mask / mask.sum(1, keepdim=True))[..., None].to(device)
 
     def of(self, rows: Tensor) -> Tensor:
-        """rows [n, size] of all inputs -> [count, length, size] of these."""
-        end = self.start + self.count * self.length
-        return rows[self.start : end].view(self.count, self.length, -1)
+        """rows [n, size] of all inputs -> [count, longest, size] of these."""
+        if self.mask is None:
+            return rows[self._rows].view(*self._shape, -1)
+        return rows[self._padded]
+
+    def without_padding(self, rows: Tensor) -> Tensor:
+        """rows [count, longest, size] -> those of inputs, [., size]."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        return flat if self.mask is None else flat[self._kept]
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """rows [count, longest, size] -> [count, size]"""
+        return rows.mean(1) if self.mask is None else (rows * self._weights).sum(1)
 
 
 class Encoder:
@@ -104,6 +129,7 @@ class Encoder:
         config = self.config = EncoderConfig.read(folder)
         weights = _Weights(folder, config, device)
         self._device = device
+        self._padding = GPU_PADDING if device.type == "cuda" else 1
         self._words = weights.tensor(WORDS, config.vocabulary, config.hidden)
         places = weights.tensor(
             "embeddings.position_embeddings.weight", config.positions, config.hidden
@@ -120,7 +146,7 @@ class Encoder:
         """[inputs, hidden], in float32 on the host, not normalized. Each input has 1 to
         config.max_tokens tokens."""
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
-        groups = list(_groups([len(inputs[index]) for index in order]))
+        groups = list(self._groups([len(inputs[index]) for index in order]))
         tokens = [token for index in order for token in inputs[index]]
         places = [place for index in order for place in range(len(inputs[index]))]
         rows = self._words[torch.tensor(tokens, device=self._device)]
@@ -129,32 +155,32 @@ class Encoder:
             attended = self._attend(layer.qkv(rows), groups)
             rows = layer.attention_norm(layer.out.add_to(rows, attended))
             rows = layer.norm(layer.down.add_to(rows, gelu(layer.up(rows))))
-        pooled = torch.cat([self._pool(group.of(rows)) for group in groups]).cpu()
+        pooled = torch.cat([self._pool(rows, group) for group in groups]).cpu()
         vectors = torch.empty_like(pooled)
         vectors[order] = pooled
         return vectors
 
     def _attend(self, qkv: Tensor, groups: list[_Group]) -> Tensor:
         """qkv [n, 3 * hidden] -> [n, hidden]"""
-        attended = [self._attend_alike(group.of(qkv)) for group in groups]
-        return torch.cat(attended)
+        return torch.cat([self._attend_together(qkv, group) for group in groups])
 
-    def _attend_alike(self, qkv: Tensor) -> Tensor:
-        """qkv [count, length, 3 * hidden] -> [count * length, hidden]"""
-        count, length, _ = qkv.shape
+    def _attend_together(self, qkv: Tensor, group: _Group) -> Tensor:
+        """-> [rows of the group, hidden]"""
+        rows = group.of(qkv)
         # [3, count, heads, length, size of a head]
-        parts = qkv.view(count, length, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(parts[0], parts[1], parts[2])
-        return attended.transpose(1, 2).reshape(count * length, -1)
+        parts = rows.view(*rows.shape[:2], 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(parts[0], parts[1], parts[2], group.mask)
+        return group.without_padding(attended.transpose(1, 2).flatten(2))
 
-    def _pool(self, rows: Tensor) -> Tensor:
-        """rows [count, length, hidden] -> [count, hidden]"""
-        return rows[:, 0] if self.config.pooling == "cls_token" else rows.mean(1)
+    def _pool(self, rows: Tensor, group: _Group) -> Tensor:
+        """rows [n, hidden] -> [inputs of the group, hidden]"""
+        own = group.of(rows)
+        return own[:, 0] if self.config.pooling == "cls_token" else group.mean(own)
 
-
-def _groups(lengths: Sequence[int]) -> Iterator[_Group]:
-    start = 0
-    for length, alike in groupby(lengths):
-        count = len(list(alike))
-        yield _Group(start, count, length)
-        start += count * length
+    def _groups(self, lengths: Sequence[int]) -> Iterator[_Group]:
+        """Of sorted lengths."""
+        start = 0
+        for _, alike in groupby(lengths, key=lambda length: -(-length // self._padding)):
+            some = list(alike)
+            yield _Group(start, some, self._device)
+            start += sum(some)

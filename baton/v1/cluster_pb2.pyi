@@ -1023,6 +1023,7 @@ class SemanticReportResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     THRESHOLDS_FIELD_NUMBER: _builtins.int
     PROPOSED_FIELD_NUMBER: _builtins.int
+    PROPOSED_VERIFIED_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Requests that were compared with earlier ones."""
     @_builtins.property
@@ -1035,16 +1036,21 @@ class SemanticReportResponse(_message.Message):
         is false. Not set where too few hits are known, or too many are false.
         """
 
+    @_builtins.property
+    def proposed_verified(self) -> Global___SemanticThreshold:
+        """The same of the hits that the served model confirmed, where it was asked."""
+
     def __init__(
         self,
         *,
         requests: _builtins.int = ...,
         thresholds: _abc.Iterable[Global___SemanticThreshold] | None = ...,
         proposed: Global___SemanticThreshold | None = ...,
+        proposed_verified: Global___SemanticThreshold | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["proposed", b"proposed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["proposed", b"proposed", "proposed_verified", b"proposed_verified"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["proposed", b"proposed", "requests", b"requests", "thresholds", b"thresholds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proposed", b"proposed", "proposed_verified", b"proposed_verified", "requests", b"requests", "thresholds", b"thresholds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1063,6 +1069,9 @@ class SemanticThreshold(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    VERIFIED_HITS_FIELD_NUMBER: _builtins.int
+    REFUSED_HITS_FIELD_NUMBER: _builtins.int
+    REFUSED_FALSE_HITS_FIELD_NUMBER: _builtins.int
     similarity: _builtins.float
     """The least similarity."""
     hits: _builtins.int
@@ -1077,6 +1086,12 @@ class SemanticThreshold(_message.Message):
     """The prompts' tokens of all hits."""
     completion_tokens: _builtins.int
     """The answers' tokens of all hits."""
+    verified_hits: _builtins.int
+    """Hits of which the served model was asked whether both questions ask the same."""
+    refused_hits: _builtins.int
+    """Of these, those that it did not confirm."""
+    refused_false_hits: _builtins.int
+    """Of these, those that are false: what verification prevents."""
     def __init__(
         self,
         *,
@@ -1087,10 +1102,13 @@ class SemanticThreshold(_message.Message):
         seconds: _builtins.float = ...,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        verified_hits: _builtins.int = ...,
+        refused_hits: _builtins.int = ...,
+        refused_false_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "different_hits", b"different_hits", "false_hits", b"false_hits", "hits", b"hits", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "similarity", b"similarity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "different_hits", b"different_hits", "false_hits", b"false_hits", "hits", b"hits", "prompt_tokens", b"prompt_tokens", "refused_false_hits", b"refused_false_hits", "refused_hits", b"refused_hits", "seconds", b"seconds", "similarity", b"similarity", "verified_hits", b"verified_hits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

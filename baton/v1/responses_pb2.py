@@ -26,7 +26,7 @@ from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/responses.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"J\n\x0e\x43\x61\x63hedResponse\x12\x0f\n\x07made_at\x18\x01 \x01(\x01\x12\'\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x16.baton.v1.CachedAnswer\"\x95\x02\n\x0c\x43\x61\x63hedAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x04 \x01(\r\x12$\n\x08logprobs\x18\x05 \x03(\x0b\x32\x12.baton.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x12.baton.v1.Logprobs\x12\x10\n\x08\x63\x61ll_ids\x18\x07 \x03(\t\x12\x16\n\x0eguessed_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\"\x8b\x01\n\tShadowHit\x12\x12\n\nsimilarity\x18\x01 \x01(\x02\x12\x0c\n\x04same\x18\x02 \x01(\x08\x12\x19\n\x11\x61nswer_similarity\x18\x03 \x01(\x02\x12\x0f\n\x07seconds\x18\x04 \x01(\x02\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/responses.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\\\n\x0e\x43\x61\x63hedResponse\x12\x0f\n\x07made_at\x18\x01 \x01(\x01\x12\'\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x16.baton.v1.CachedAnswer\x12\x10\n\x08question\x18\x03 \x01(\t\"\x95\x02\n\x0c\x43\x61\x63hedAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x04 \x01(\r\x12$\n\x08logprobs\x18\x05 \x03(\x0b\x32\x12.baton.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x12.baton.v1.Logprobs\x12\x10\n\x08\x63\x61ll_ids\x18\x07 \x03(\t\x12\x16\n\x0eguessed_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\"\xb1\x01\n\tShadowHit\x12\x12\n\nsimilarity\x18\x01 \x01(\x02\x12\x0c\n\x04same\x18\x02 \x01(\x08\x12\x19\n\x11\x61nswer_similarity\x18\x03 \x01(\x02\x12\x0f\n\x07seconds\x18\x04 \x01(\x02\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x16\n\tconfirmed\x18\x07 \x01(\x08H\x00\x88\x01\x01\x42\x0c\n\n_confirmedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.responses_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CACHEDRESPONSE']._serialized_start=87
-  _globals['_CACHEDRESPONSE']._serialized_end=161
-  _globals['_CACHEDANSWER']._serialized_start=164
-  _globals['_CACHEDANSWER']._serialized_end=441
-  _globals['_SHADOWHIT']._serialized_start=444
-  _globals['_SHADOWHIT']._serialized_end=583
+  _globals['_CACHEDRESPONSE']._serialized_end=179
+  _globals['_CACHEDANSWER']._serialized_start=182
+  _globals['_CACHEDANSWER']._serialized_end=459
+  _globals['_SHADOWHIT']._serialized_start=462
+  _globals['_SHADOWHIT']._serialized_end=639
 # @@protoc_insertion_point(module_scope)

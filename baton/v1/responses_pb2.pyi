@@ -28,8 +28,11 @@ class CachedResponse(_message.Message):
 
     MADE_AT_FIELD_NUMBER: _builtins.int
     ANSWERS_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
     made_at: _builtins.float
     """When the last answer was complete, in seconds since 1970."""
+    question: _builtins.str
+    """What was asked, where answers to similar questions are verified; else empty."""
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedAnswer]:
         """In their order."""
@@ -39,10 +42,11 @@ class CachedResponse(_message.Message):
         *,
         made_at: _builtins.float = ...,
         answers: _abc.Iterable[Global___CachedAnswer] | None = ...,
+        question: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "made_at", b"made_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "made_at", b"made_at", "question", b"question"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -124,6 +128,7 @@ class ShadowHit(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
     similarity: _builtins.float
     """Of the two questions."""
     same: _builtins.bool
@@ -136,6 +141,10 @@ class ShadowHit(_message.Message):
     """The prompt's tokens."""
     completion_tokens: _builtins.int
     """The computed answer's tokens."""
+    confirmed: _builtins.bool
+    """Whether the served model confirmed, in time, that both questions ask the same.
+    Not set where it was not asked.
+    """
     def __init__(
         self,
         *,
@@ -145,11 +154,14 @@ class ShadowHit(_message.Message):
         seconds: _builtins.float = ...,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        confirmed: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed", b"_confirmed", "confirmed", b"confirmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_similarity", b"answer_similarity", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "same", b"same", "seconds", b"seconds", "similarity", b"similarity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed", b"_confirmed", "answer_similarity", b"answer_similarity", "completion_tokens", b"completion_tokens", "confirmed", b"confirmed", "prompt_tokens", b"prompt_tokens", "same", b"same", "seconds", b"seconds", "similarity", b"similarity"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__confirmed: _TypeAlias = _typing.Literal["confirmed"]  # noqa: Y015
+    _WhichOneofArgType__confirmed: _TypeAlias = _typing.Literal["_confirmed", b"_confirmed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__confirmed) -> _WhichOneofReturnType__confirmed | None: ...
 
 Global___ShadowHit: _TypeAlias = ShadowHit  # noqa: Y015

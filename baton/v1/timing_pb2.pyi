@@ -69,6 +69,10 @@ class _PhaseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseKind.V
     """Prefill fetched cached pages from another worker."""
     PHASE_KIND_RESPONSE_CACHE: _PhaseKind.ValueType  # 17
     """The answer was found in the response cache."""
+    PHASE_KIND_VERIFY: _PhaseKind.ValueType  # 18
+    """The first token was held back while the served model was asked whether a
+    similar question asks the same.
+    """
 
 class PhaseKind(_PhaseKind, metaclass=_PhaseKindEnumTypeWrapper):
     """What a request was doing, or waiting for."""
@@ -109,6 +113,10 @@ PHASE_KIND_FETCH: PhaseKind.ValueType  # 16
 """Prefill fetched cached pages from another worker."""
 PHASE_KIND_RESPONSE_CACHE: PhaseKind.ValueType  # 17
 """The answer was found in the response cache."""
+PHASE_KIND_VERIFY: PhaseKind.ValueType  # 18
+"""The first token was held back while the served model was asked whether a
+similar question asks the same.
+"""
 Global___PhaseKind: _TypeAlias = PhaseKind  # noqa: Y015
 
 @_typing.final
@@ -120,6 +128,7 @@ class ResponseCache(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
     SIMILARITY_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """How the request was found: "exact" (the same request) or "semantic" (a
     similar question).
@@ -130,22 +139,55 @@ class ResponseCache(_message.Message):
     """Of a "semantic" one: how similar the two questions are, as the cosine of their
     embeddings.
     """
+    verified: _builtins.bool
+    """Of a "semantic" one: whether the served model confirmed that both ask the same."""
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         age_seconds: _builtins.float = ...,
         similarity: _builtins.float | None = ...,
+        verified: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_similarity", b"_similarity", "similarity", b"similarity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_similarity", b"_similarity", "age_seconds", b"age_seconds", "kind", b"kind", "similarity", b"similarity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_similarity", b"_similarity", "age_seconds", b"age_seconds", "kind", b"kind", "similarity", b"similarity", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__similarity: _TypeAlias = _typing.Literal["similarity"]  # noqa: Y015
     _WhichOneofArgType__similarity: _TypeAlias = _typing.Literal["_similarity", b"_similarity"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__similarity) -> _WhichOneofReturnType__similarity | None: ...
 
 Global___ResponseCache: _TypeAlias = ResponseCache  # noqa: Y015
+
+@_typing.final
+class RefusedHit(_message.Message):
+    """A cached answer to a similar question that was not given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIMILARITY_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    DENIED_FIELD_NUMBER: _builtins.int
+    similarity: _builtins.float
+    """How similar the two questions are."""
+    seconds: _builtins.float
+    """How long the served model was asked whether both ask the same."""
+    denied: _builtins.bool
+    """Whether it answered no; else it did not answer in time, or could not."""
+    def __init__(
+        self,
+        *,
+        similarity: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        denied: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "seconds", b"seconds", "similarity", b"similarity"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedHit: _TypeAlias = RefusedHit  # noqa: Y015
 
 @_typing.final
 class Phase(_message.Message):
@@ -232,6 +274,7 @@ class AnswerTiming(_message.Message):
     REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
     RESPONSE_CACHE_FIELD_NUMBER: _builtins.int
     RETRY_REASON_FIELD_NUMBER: _builtins.int
+    REFUSED_HIT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The answer, from 0."""
     prefill_worker: _builtins.str
@@ -278,6 +321,10 @@ class AnswerTiming(_message.Message):
     def response_cache(self) -> Global___ResponseCache:
         """Set when the answer was not computed."""
 
+    @_builtins.property
+    def refused_hit(self) -> Global___RefusedHit:
+        """Set when a cached answer to a similar question was not confirmed."""
+
     def __init__(
         self,
         *,
@@ -300,10 +347,11 @@ class AnswerTiming(_message.Message):
         rejected_tokens: _builtins.int = ...,
         response_cache: Global___ResponseCache | None = ...,
         retry_reason: _builtins.str = ...,
+        refused_hit: Global___RefusedHit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["response_cache", b"response_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refused_hit", b"refused_hit", "response_cache", b"response_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "completion_tokens", b"completion_tokens", "decode_worker", b"decode_worker", "end_to_end_seconds", b"end_to_end_seconds", "index", b"index", "longest_gap_seconds", b"longest_gap_seconds", "phases", b"phases", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason_code", b"reason_code", "rejected_tokens", b"rejected_tokens", "response_cache", b"response_cache", "retry_reason", b"retry_reason", "transferred_bytes", b"transferred_bytes", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "completion_tokens", b"completion_tokens", "decode_worker", b"decode_worker", "end_to_end_seconds", b"end_to_end_seconds", "index", b"index", "longest_gap_seconds", b"longest_gap_seconds", "phases", b"phases", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason_code", b"reason_code", "refused_hit", b"refused_hit", "rejected_tokens", b"rejected_tokens", "response_cache", b"response_cache", "retry_reason", b"retry_reason", "transferred_bytes", b"transferred_bytes", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

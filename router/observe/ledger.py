@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 
 from baton.router.placement.placement import Placement, Reason
@@ -53,6 +53,7 @@ class AnswerLedger:
     lost_before: float = 0.0  # in attempts that ended before the first token
     lost_after: float = 0.0  # from a token to the next, where an attempt ended between them
     reserve_seconds: float = 0.0  # from the placement to the ticket
+    held_seconds: float = 0.0  # the first token, while a hit was verified
 
     # Reported by workers, of the attempt that brought the first token.
     prefill_wait: float = 0.0  # includes the wait for fetched pages
@@ -65,6 +66,7 @@ class AnswerLedger:
     first_decode_seconds: float = 0.0
 
     response_cache: timing_pb2.ResponseCache | None = None  # where the answer came from it
+    refused_hit: timing_pb2.RefusedHit | None = None
     placement: Placement | None = None
     attempts: int = 0
     retry_reason: str = ""  # of the last attempt but the first
@@ -104,9 +106,12 @@ class AnswerLedger:
             self.reserve_seconds = 0.0
 
     def replay(self, cache: timing_pb2.ResponseCache) -> None:
-        """The answer was found in the response cache, possibly after its placement."""
+        """The answer was found in the response cache, possibly after its placement, and after
+        tokens that were held back."""
+        for each in fields(self):
+            if each.name not in _OF_THE_PROMPT:
+                setattr(self, each.name, each.default)
         self.response_cache = cache
-        self.placement, self.placed, self.attempts = None, 0.0, 0
 
     def lose(self) -> None:
         """An attempt has failed, and another may begin."""
@@ -186,6 +191,16 @@ class AnswerLedger:
             self.ended = now
 
 
+_OF_THE_PROMPT = {
+    "arrived",
+    "parsed",
+    "ready",
+    "template_seconds",
+    "tokenize_seconds",
+    "prompt_tokens",
+}
+
+
 def rounded(similarity: float) -> float:
     """Down, so that it never seems to be more than it is."""
     return math.floor(similarity * 1e4) / 1e4
@@ -232,7 +247,8 @@ class RequestLedger:
         if not similar:
             return f"exact; age={age:.0f}"
         # Of several answers, the least sure says what the call is.
-        return f"semantic; similarity={rounded(min(similar))}; age={age:.0f}"
+        verified = "; verified" if all(each.verified for each in found) else ""
+        return f"semantic; similarity={rounded(min(similar))}; age={age:.0f}{verified}"
 
     def end(self) -> None:
         """The last byte has been written. The first call counts."""

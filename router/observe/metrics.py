@@ -37,6 +37,11 @@ class CacheMetrics:
         self.response_stores = counter(names.RESPONSE_STORES)
         self.semantic_lookups = counter(names.SEMANTIC_LOOKUPS)
         self.semantic_stores = counter(names.SEMANTIC_STORES)
+        self.semantic_verifications = counter(names.SEMANTIC_VERIFICATIONS)
+        held = names.SEMANTIC_HELD_SECONDS
+        self.semantic_held = Histogram(
+            held, names.HELP[held], buckets=names.LATENCY_BUCKETS, registry=registry
+        )
         self.response_bytes = Gauge(
             names.RESPONSE_BYTES, names.HELP[names.RESPONSE_BYTES], registry=registry
         )

@@ -125,6 +125,7 @@ def answer_timing(ledger: AnswerLedger, index: int, *, phases: bool = True) -> p
         longest_gap_seconds=ledger.longest_gap,
         transferred_bytes=ledger.bytes,
         response_cache=ledger.response_cache,
+        refused_hit=ledger.refused_hit,
     )
     if placement := ledger.placement:
         timing.prefill_worker, timing.decode_worker = placement.prefill, placement.decode
@@ -142,7 +143,8 @@ def answer_phases(ledger: AnswerLedger, end: float) -> list[pb.Phase]:
     _cut_prompt(line, ledger, end, prefill)
     if ledger.first:
         line.cut(ledger.first_text, pb.PHASE_KIND_DETOKENIZE)
-        line.cut(_first_shown(ledger), pb.PHASE_KIND_WRITE)
+        held = Part(pb.PHASE_KIND_VERIFY, ledger.held_seconds)
+        line.cut(_first_shown(ledger), pb.PHASE_KIND_WRITE, held)
         line.seal()
         _cut_second_token(line, ledger, prefill, decode)
         _cut_later_tokens(line, ledger, end, decode)

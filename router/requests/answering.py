@@ -24,6 +24,7 @@ from baton.router.observe.trends import Demand, TokenTimes, Trends
 from baton.router.prompts.text import Text
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.requests.question_embedder import QuestionEmbedder
+from baton.router.requests.question_verifier import QuestionVerifier
 from baton.router.response_cache.cache_store import ResponseKey
 from baton.router.response_cache.cached_responses import CachedResponses, found_or_computed
 from baton.router.response_cache.response_keys import response_key
@@ -72,7 +73,9 @@ class Answering:
     trends: Trends
     demand: Demand
     responses: CachedResponses | None
-    embedder: QuestionEmbedder | None = None  # for the semantic cache
+    # For the semantic cache.
+    embedder: QuestionEmbedder | None = None
+    verifier: QuestionVerifier | None = None
 
     async def run(self, task: AnswerTask, emit: Emit) -> list[FinishReason]:
         """Replays a cached response, or computes the answers. Returns why each ended."""
@@ -90,6 +93,10 @@ class Answering:
             if inquiry:
                 inquiry.cancel()
             raise
+        finally:
+            if inquiry:
+                task.entries[0].refused_hit = inquiry.refused
+                task.entries[0].held_seconds = inquiry.held_seconds
         if isinstance(found, FoundResponse):
             return self._replay(task, found, emit)
         answers = [recorded for _, recorded in found if recorded]
@@ -108,9 +115,9 @@ class Answering:
     ) -> FoundResponse | list[_Computed]:
         if task.request.caching is Caching.RENEW:
             return await self._compute(task, emit, record=True)
-        search = inquiry.find if inquiry and inquiry.answers else None
+        search = inquiry if inquiry and inquiry.answers else None
         if task.request.caching is Caching.ONLY:
-            found = await cache.find(key) or (await search() if search else None)
+            found = await cache.find(key) or (await search.find() if search else None)
             if found is None:
                 raise NotCached("the answer is not cached")
             return found
@@ -131,10 +138,10 @@ class Answering:
         model = self.membership.model_digest
         key = response_key(task.request, task.work, model)
         semantic = self.responses.semantic if self.responses else None
-        if key is None or semantic is None or self.embedder is None:
+        if key is None or semantic is None or self.embedder is None or self.verifier is None:
             return key, None
-        embed = self.embedder.embed
-        return key, semantic.inquiry(task.request, task.work, model, key, embed)
+        embed, are_same = self.embedder.embed, self.verifier.are_same
+        return key, semantic.inquiry(task.request, task.work, model, key, embed, are_same)
 
     def _computed(self, task: AnswerTask, answer: CachedAnswer) -> Computed:
         """For the semantic cache's shadow."""

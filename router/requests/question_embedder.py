@@ -1,22 +1,18 @@
-"""Embeds questions for the semantic cache, on the prefill pool: as requests to the embedding model,
-but in no caller's ledger and no latency metric."""
+"""Embeds questions for the semantic cache, on the prefill pool: as requests to the embedding
+model."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.core.errors import PromptTooLong
 from baton.core.types import AttemptKey, Pooling, Request, Sampling, Work
-from baton.router.answers.answer import Answer
-from baton.router.answers.answer_events import AnswerDelta, AnswerEvent
-from baton.router.observe.ledger import AnswerLedger
-from baton.router.observe.trends import TokenTimes
 from baton.router.prompts.embedding_model import EmbeddingModel
 from baton.router.requests.dispatch import Dispatcher
+from baton.router.requests.side_requests import run_aside
 from baton.router.response_cache.shadow import cosine
 
 MOST_CHARACTERS = 16
@@ -68,18 +64,5 @@ class QuestionEmbedder:
             priority=caller.priority,
             pooling=pooling,
         )
-        vectors: list[bytes] = []
-
-        def collect(event: AnswerEvent) -> None:
-            if isinstance(event, AnswerDelta):
-                vectors.append(event.embedding)
-
-        answer = Answer(
-            *(self.model.text, request, work, 0, collect),
-            thinking=False,
-            ledger=AnswerLedger(time.monotonic()),
-            times=TokenTimes(),
-            on_first_token=lambda ledger: None,
-        )
-        await self.dispatcher.run(work, request, answer)
-        return b"".join(vectors)
+        deltas = await run_aside(self.dispatcher, self.model.text, request, work)
+        return b"".join(each.embedding for each in deltas)

@@ -51,6 +51,7 @@ from baton.router.requests.admission import Admission
 from baton.router.requests.answering import Answering, AnswerTask, gather_all
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.requests.question_embedder import QuestionEmbedder
+from baton.router.requests.question_verifier import QuestionVerifier
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.membership import Membership
 
@@ -96,6 +97,9 @@ class Serving(ActiveRequests):
         if embedding_model:
             embedder = QuestionEmbedder(embedding_model, self.dispatcher, self._threads)
             self._answering.embedder = embedder
+            self._answering.verifier = QuestionVerifier(
+                text, membership, self.dispatcher, self._threads
+            )
 
     async def generate(
         self, request: Request, ledger: RequestLedger, emit: Emit, place: int = 0

@@ -3,14 +3,17 @@
 A look-up in memory takes no time. One in Redis runs beside computing, until a response is found or
 the first token has come. While Redis replies within HEAD_START_SECONDS it gets a head start: most
 hits then cost no worker anything, and a miss costs less than that. The search for similar questions
-gets none: it begins when the same request is not found.
+gets none: it begins when the same request is not found, and has been placed or waits for a worker,
+so that a miss is not delayed by it. While what it found is verified, the first token is held back,
+for a limited time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from baton.core.config import CacheConfig
 from baton.core.errors import InvalidConfig, NotServed, Unavailable
@@ -98,7 +101,8 @@ class CachedResponses:
     ) -> None:
         """Stores all answers to a request, in the background; with an inquiry, also for similar
         questions."""
-        task = asyncio.create_task(self._put(key, encode(answers), inquiry))
+        value = encode(answers, inquiry.kept_question if inquiry else "")
+        task = asyncio.create_task(self._put(key, value, inquiry))
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
 
@@ -152,7 +156,17 @@ def _check(config: CacheConfig, embedder: bytes) -> None:
         )
 
 
-Search = Callable[[], Coroutine[None, None, FoundResponse | None]]
+class Search(Protocol):
+    """For an answer to a similar question."""
+
+    async def find(self) -> FoundResponse | None: ...
+
+    @property
+    def hold_seconds(self) -> float:
+        """How much longer the first token may be held back; 0 where nothing is worth it."""
+
+    def note_held(self, seconds: float) -> None:
+        """The first token was held back so long."""
 
 
 async def found_or_computed(
@@ -162,55 +176,90 @@ async def found_or_computed(
     head_start: float,
     search: Search | None = None,
 ) -> FoundResponse | Result:
-    """A response that is found before the first token is computed, or the computed one. `search`
+    """A response that is found before the first token is emitted, or the computed one. `search`
     runs where the look-up finds none, and has no head start."""
     look_up = asyncio.ensure_future(looking)
     searching: asyncio.Future[FoundResponse | None] = look_up
     computing: asyncio.Future[Result] | None = None
+    gate = _Gate(emit, search)
     try:
         await asyncio.wait((look_up,), timeout=head_start)
         if look_up.done() and (found := look_up.result()):
             return found
         if look_up.done() and search is None:
             return await compute(emit)
-        gate = _Gate(emit)
         # Begins before the search, which must not delay it.
         computing = asyncio.ensure_future(compute(gate.emit))
         if search:
-            searching = asyncio.ensure_future(_found_or_searched(look_up, search))
-        await asyncio.wait((searching, computing), return_when=asyncio.FIRST_COMPLETED)
+            searching = asyncio.ensure_future(_found_or_searched(look_up, search, gate))
+        ends = (searching, computing, gate.opened)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if searching.done() and not gate.is_open and (found := searching.result()):
             return found
         gate.open()
+        if look_up.done():
+            searching.cancel()  # it has nothing to find any more
         return await computing
     finally:
+        gate.close()
         await cancel_all(*(task for task in (look_up, searching, computing) if task))
 
 
 async def _found_or_searched(
-    look_up: asyncio.Future[FoundResponse | None], search: Search
+    look_up: asyncio.Future[FoundResponse | None], search: Search, gate: _Gate
 ) -> FoundResponse | None:
-    return await look_up or await search()
+    if found := await look_up:
+        return found
+    await asyncio.wait((gate.placed,), timeout=HEAD_START_SECONDS)
+    return None if gate.is_open else await search.find()
 
 
 class _Gate:
-    """Holds Started back, which says where an answer is computed. The first token opens it."""
+    """Holds Started back, which says where an answer is computed. The first token opens it, or
+    waits before it while a hit is verified."""
 
-    def __init__(self, emit: Emit) -> None:
+    def __init__(self, emit: Emit, search: Search | None) -> None:
         self._emit = emit
+        self._search = search
         self._held: list[AnswerEvent] = []
-        self.is_open = False
+        self._since = 0.0  # when the first token came, where it waits
+        self._timer: asyncio.TimerHandle | None = None
+        loop = asyncio.get_running_loop()
+        self.placed: asyncio.Future[None] = loop.create_future()
+        self.opened: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened.done()
 
     def emit(self, event: AnswerEvent) -> None:
+        if not self.placed.done():
+            self.placed.set_result(None)
         if not self.is_open:
-            if isinstance(event, inference_pb2.Started):
+            if isinstance(event, inference_pb2.Started) or self._holds_tokens():
                 self._held.append(event)
                 return
             self.open()
         self._emit(event)
 
+    def _holds_tokens(self) -> bool:
+        if self._timer is None and self._search and (seconds := self._search.hold_seconds):
+            self._since = time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.open)
+        return self._timer is not None
+
     def open(self) -> None:
-        self.is_open = True
+        if self.is_open:
+            return
+        self.close()
+        self.opened.set_result(None)
+        if self._since and self._search:
+            self._search.note_held(time.monotonic() - self._since)
         for event in self._held:
             self._emit(event)
         self._held.clear()
+
+    def close(self) -> None:
+        """Lets nothing happen later."""
+        if self._timer:
+            self._timer.cancel()

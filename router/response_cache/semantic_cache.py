@@ -3,12 +3,13 @@ allows it.
 
 An Inquiry is one request's search. Its question is embedded by the prefill pool, once: for the
 search, and later to be found itself. In the shadow (shadow.py) it searches when the request has
-been computed.
+been computed. A hit may have to be verified (verification.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine
 
 from baton.core.config import CacheConfig
@@ -21,12 +22,16 @@ from baton.router.response_cache.response_keys import Question, question_of
 from baton.router.response_cache.shadow import FLOOR, Computed, Shadow
 from baton.router.response_cache.similar_questions import SimilarQuestions
 from baton.router.response_cache.stored_response import FoundResponse, decode
+from baton.router.response_cache.verification import Verification
+from baton.v1 import timing_pb2
 
 EMBED_SECONDS = 5.0
 """After which a question is not embedded any more."""
 
 Embed = Callable[[str, Request], Coroutine[None, None, bytes]]
 """The vector of a text, in float32, for a request. Raises BatonError."""
+AreSame = Callable[[str, str, Request], Coroutine[None, None, bool]]
+"""Whether two questions ask the same, for a request. Raises BatonError."""
 
 
 class SemanticCache:
@@ -39,10 +44,17 @@ class SemanticCache:
         self.metrics = metrics
         self.shadow = Shadow(store) if config.semantic == "shadow" else None
         self._least = config.semantic_similarity
+        self._verify_seconds = config.semantic_verify_seconds
         self._embedder = embedder
 
     def inquiry(
-        self, request: Request, work: Work, model: bytes, key: ResponseKey, embed: Embed
+        self,
+        request: Request,
+        work: Work,
+        model: bytes,
+        key: ResponseKey,
+        embed: Embed,
+        are_same: AreSame,
     ) -> Inquiry | None:
         """None where only the same request may have its answer, or the caller allows no other:
         which need not be asked in the shadow."""
@@ -53,7 +65,11 @@ class SemanticCache:
         if question is None:
             return None
         least = max(allowed or 0.0, self._least)
-        return Inquiry(self, question, key, least, lambda: embed(question.text, request))
+        seconds, verification = self._verify_seconds, None
+        if seconds:
+            verification = Verification(lambda one, other: are_same(one, other, request), seconds)
+        embed_it = functools.partial(embed, question.text, request)
+        return Inquiry(self, question, key, least, embed_it, verification)
 
 
 class Inquiry:
@@ -64,6 +80,7 @@ class Inquiry:
         key: ResponseKey,
         least: float,
         embed: Callable[[], Coroutine[None, None, bytes]],
+        verification: Verification | None,
     ) -> None:
         """`key` is the request's own, and `least` the similarity that it needs."""
         self._cache = cache
@@ -72,6 +89,8 @@ class Inquiry:
         self._least = least
         self._embed = embed
         self._embedding: asyncio.Task[bytes] | None = None
+        self._verification = verification
+        self.held_seconds = 0.0  # for which the first token waited
         self.computed: Computed | None = None  # set before `finish`, for the shadow
 
     @property
@@ -79,12 +98,32 @@ class Inquiry:
         """Whether it may answer its request."""
         return self._cache.shadow is None
 
+    @property
+    def kept_question(self) -> str:
+        """What is stored with the answer: only what a verification needs."""
+        return self._question.text if self._verification else ""
+
+    @property
+    def refused(self) -> timing_pb2.RefusedHit | None:
+        """The hit that was not confirmed."""
+        return self._verification.refused if self._verification else None
+
+    @property
+    def hold_seconds(self) -> float:
+        """How much longer a first token may wait for a hit that is being verified."""
+        return self._verification.seconds_left if self._verification else 0.0
+
+    def note_held(self, seconds: float) -> None:
+        self.held_seconds = seconds
+        self._cache.metrics.semantic_held.observe(seconds)
+
     async def find(self) -> FoundResponse | None:
         """The answer to the most similar question. None too where something fails."""
         result, found = "late", None  # where this is cancelled, since the first token has come
         try:
-            found = await self._find()
-            result = "hit" if found else "miss"
+            near = await self._find()
+            found = near if near and await self._confirms(near) else None
+            result = "hit" if found else "refused" if near else "miss"
         except StoreFailed:
             result = "failed"
         finally:
@@ -117,6 +156,18 @@ class Inquiry:
         found = await cache.questions.find(self._question, vector, self._least)
         return decode(found.value, cache.seconds, found.similarity) if found else None
 
+    async def _confirms(self, found: FoundResponse) -> bool:
+        """Whether an answer may be given, as far as the served model is asked."""
+        verification, similarity = self._verification, found.cache.similarity
+        if verification is None:
+            return True
+        same = await verification.confirms(found.question, self._question.text, similarity)
+        found.cache.verified = same
+        refused = verification.refused
+        result = "confirmed" if same else "denied" if refused and refused.denied else "failed"
+        self._cache.metrics.semantic_verifications.labels(result=result).inc()
+        return same
+
     async def _shadow(self) -> None:
         """Records what would have been answered."""
         cache, computed = self._cache, self.computed
@@ -127,8 +178,10 @@ class Inquiry:
         if near is None or found is None or near.key == self._key:
             await cache.shadow.record_miss()
         else:
+            asked = self._verification is not None and near.similarity >= self._least
+            confirmed = await self._confirms(found) if asked else None
             tokens = found.answers[0].tokens.token_ids
-            await cache.shadow.record(near.similarity, tokens, computed)
+            await cache.shadow.record(near.similarity, tokens, computed, confirmed)
 
     async def _vector(self) -> bytes:
         """Embeds the question, or waits until it is. Raises StoreFailed where that fails."""

@@ -47,8 +47,15 @@ class Shadow:
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
-    async def record(self, similarity: float, found: Sequence[int], computed: Computed) -> None:
-        """A question would have been answered with `found`. Raises StoreFailed."""
+    async def record(
+        self,
+        similarity: float,
+        found: Sequence[int],
+        computed: Computed,
+        confirmed: bool | None = None,
+    ) -> None:
+        """A question would have been answered with `found`, which a verification confirmed or not;
+        None: there was none. Raises StoreFailed."""
         same = list(found) == list(computed.token_ids)
         try:
             answers = 1.0 if same else await computed.compare(found, computed.token_ids)
@@ -61,6 +68,7 @@ class Shadow:
             seconds=computed.seconds,
             prompt_tokens=computed.prompt_tokens,
             completion_tokens=len(computed.token_ids),
+            confirmed=confirmed,
         )
         await self._write(hit.SerializeToString())
 

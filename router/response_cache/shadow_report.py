@@ -39,12 +39,17 @@ def shadow_report(
     same_answer: float,
 ) -> pb.SemanticReportResponse:
     """A hit is false where the two answers are less similar than `same_answer`."""
-    judged = [JudgedHit(hit.similarity, hit.answer_similarity < same_answer) for hit in hits]
-    found = propose_similarity(judged, false_hit_rate)
+
+    def proposed(some: Sequence[responses_pb2.ShadowHit]) -> pb.SemanticThreshold | None:
+        judged = [JudgedHit(hit.similarity, hit.answer_similarity < same_answer) for hit in some]
+        found = propose_similarity(judged, false_hit_rate)
+        return None if found is None else _threshold(some, found, same_answer)
+
     return pb.SemanticReportResponse(
         requests=requests,
         thresholds=[_threshold(hits, least, same_answer) for least in THRESHOLDS],
-        proposed=None if found is None else _threshold(hits, found, same_answer),
+        proposed=proposed(hits),
+        proposed_verified=proposed([hit for hit in hits if hit.confirmed]),
     )
 
 
@@ -53,6 +58,8 @@ def _threshold(
 ) -> pb.SemanticThreshold:
     """What it would have done."""
     over = [hit for hit in hits if hit.similarity >= least]
+    verified = [hit for hit in over if hit.HasField("confirmed")]
+    refused = [hit for hit in verified if not hit.confirmed]
     return pb.SemanticThreshold(
         similarity=least,
         hits=len(over),
@@ -61,4 +68,7 @@ def _threshold(
         seconds=sum(hit.seconds for hit in over),
         prompt_tokens=sum(hit.prompt_tokens for hit in over),
         completion_tokens=sum(hit.completion_tokens for hit in over),
+        verified_hits=len(verified),
+        refused_hits=len(refused),
+        refused_false_hits=sum(hit.answer_similarity < same_answer for hit in refused),
     )

@@ -25,6 +25,9 @@ CANDIDATES = 4
 """Nearest questions of a search: some may have lost their answers."""
 EXPLORED = 100
 """Nodes of the set's graph that a search keeps in view: more find the nearest more surely."""
+LINKED = 64
+"""The same for a question that is added. Redis's own 200 would keep it from look-ups for four
+milliseconds and more where a set is large."""
 EVICTED_AT_ONCE = 100
 
 _TOUCH = """
@@ -58,7 +61,7 @@ return false
 ADD = (
     _TOUCH
     + """
-redis.call('VADD', KEYS[1], 'FP32', ARGV[1], ARGV[2], 'NOQUANT')
+redis.call('VADD', KEYS[1], 'FP32', ARGV[1], ARGV[2], 'NOQUANT', 'EF', ARGV[8])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 use(ARGV[4] .. ARGV[2])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
@@ -107,6 +110,7 @@ class SimilarQuestions:
             *("EVAL", ADD, "2", *_names(question)),
             *(vector, request, self._store.lifetime, scope),
             *(self._budget, str(EVICTED_AT_ONCE), semantic_name(question.tenant, b"")),
+            str(LINKED),
         )
 
 

@@ -19,10 +19,13 @@ from baton.v1 import responses_pb2, timing_pb2
 class FoundResponse:
     answers: list[CachedAnswer]
     cache: timing_pb2.ResponseCache
+    question: str = ""  # that was asked, where it was kept
 
 
-def encode(answers: Sequence[CachedAnswer]) -> bytes:
-    response = responses_pb2.CachedResponse(made_at=time.time(), answers=map(_to, answers))
+def encode(answers: Sequence[CachedAnswer], question: str = "") -> bytes:
+    response = responses_pb2.CachedResponse(
+        made_at=time.time(), answers=map(_to, answers), question=question
+    )
     return response.SerializeToString()
 
 
@@ -39,7 +42,7 @@ def decode(value: bytes, seconds: float, similarity: float | None = None) -> Fou
         return None
     kind = "exact" if similarity is None else "semantic"
     cache = timing_pb2.ResponseCache(kind=kind, age_seconds=age, similarity=similarity)
-    return FoundResponse(answers, cache)
+    return FoundResponse(answers, cache, response.question)
 
 
 def _to(answer: CachedAnswer) -> responses_pb2.CachedAnswer:

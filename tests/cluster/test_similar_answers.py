@@ -17,8 +17,12 @@ from patience import be_patient, connected
 from processes import ProcessCluster
 from text_model import save_text_model
 from tiny_encoders import save_encoder
+from transformers import AutoModelForCausalLM
 from waiting import until
 
+from baton.router.prompts.text import Text
+from baton.router.requests.question_verifier import yes_and_no
+from baton.router.response_cache.verification import verification_chat
 from bench.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,9 +34,19 @@ OTHERS = ["w1 w2 w3 w4 w5 w6 w7 w9", "w60 w50 w40", "w9", "w1 w2 w3 w4 w5 w6 w8 
 
 
 class Served:
-    def __init__(self, routers: list[httpx.AsyncClient], encoder: Any) -> None:
+    def __init__(self, routers: list[httpx.AsyncClient], encoder: Any, model: Path) -> None:
         self.routers = routers
         self._encoder = encoder
+        self._text = Text.load(model)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def confirms(self, earlier: str, question: str) -> bool:
+        """Whether transformers finds yes likelier than no."""
+        tokens = self._text.encode(verification_chat(earlier, question))
+        same, other = yes_and_no(self._text)
+        with torch.no_grad():
+            logits = self._model(torch.tensor([tokens])).logits[0, -1]
+        return bool(logits[same] > logits[other])
 
     def similarity(self, one: str, other: str) -> float:
         return float(torch.cosine_similarity(self._vector(one), self._vector(other), dim=0))
@@ -57,7 +71,7 @@ class Served:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     folder: Path = tmp_path_factory.mktemp("semantic")
-    save_text_model(folder / "model")
+    save_text_model(folder / "model", seed=2)  # which neither confirms nor denies everything
     encoder = save_encoder(folder / "mini")
     shared = {"model": str(folder / "model"), "embedding_model": str(folder / "mini")}
     tree: dict[str, object] = {
@@ -75,13 +89,14 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         cache = {"responses": "semantic", "redis": redis.url, "semantic_similarity": LEAST}
         async with AsyncExitStack() as stack:
             clients = []
-            for _ in range(2):
-                router = attached_router(cluster, {**shared, "cache": cache})
+            for seconds in (0, 0, 60):
+                section = {**cache, "semantic_verify_seconds": seconds}
+                router = attached_router(cluster, {**shared, "cache": section})
                 server = await stack.enter_async_context(router)
                 await connected(server)
                 client = httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=60)
                 clients.append(await stack.enter_async_context(client))
-            yield Served(clients, encoder)
+            yield Served(clients, encoder, folder / "model")
         cluster.wait_idle()
 
 
@@ -106,3 +121,22 @@ async def test_another_router_answers_similar_questions_and_no_others(served: Se
             assert usage["similarity"] == pytest.approx(expected, abs=1e-4)
             assert answer.json()["choices"] == first.json()["choices"]
     assert 0 < hits < len(OTHERS)
+
+
+async def test_the_served_model_decides_whether_a_hit_is_given(served: Served) -> None:
+    similar = [ASKED.replace("w8", f"w{number}") for number in (9, 10, 12, 13)]
+    assert all(served.similarity(ASKED, each) > LEAST for each in similar)
+    assert (await served.ask(2, ASKED, RENEW)).status_code == 200
+
+    async def stored() -> bool:
+        return (await served.ask(2, ASKED, ONLY)).status_code == 200
+
+    await until(stored)
+    confirmed = [served.confirms(ASKED, each) for each in similar]
+    given = [await served.ask(2, each, ONLY) for each in similar]
+    assert set(confirmed) == {True, False}
+    assert [answer.status_code == 200 for answer in given] == confirmed
+    for answer, each in zip(given, confirmed, strict=True):
+        if each:
+            assert answer.headers["x-baton-cache"].endswith("; verified")
+            assert answer.json()["usage"]["response_cache"]["verified"] is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncIterator
@@ -42,6 +43,13 @@ async def embed(text: str, request: Request) -> bytes:
     return vector(text).tobytes()
 
 
+async def are_same(earlier: str, question: str, request: Request) -> bool:
+    """Questions about Mars are others, and none is known about Venus."""
+    if "Venus" in question:
+        await asyncio.Event().wait()
+    return "Mars" not in question
+
+
 class SemanticRouter:
     """A router's cache, and one request's way through it."""
 
@@ -66,7 +74,7 @@ class SemanticRouter:
         work = Work(AttemptKey("id", 1), tokens, Sampling(), 8, frozenset({0}))
         key = response_key(request, work, MODEL)
         assert key is not None
-        found = self.semantic.inquiry(request, work, MODEL, key, embed)
+        found = self.semantic.inquiry(request, work, MODEL, key, embed, are_same)
         assert found is not None
         return found
 
@@ -87,6 +95,9 @@ class SemanticRouter:
 
     def count(self, result: str) -> float:
         return float(self.metrics.semantic_lookups.labels(result=result)._value.get())
+
+    def verifications(self, result: str) -> float:
+        return float(self.metrics.semantic_verifications.labels(result=result)._value.get())
 
 
 def ask(text: str, tenant: str, least: float | None = 0.0) -> Request:

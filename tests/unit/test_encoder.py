@@ -16,13 +16,16 @@ from baton.engine.encoder import Encoder
 INPUTS = [[2, 5, 9, 3], [2, 3], [2, 7, 8, 3], [2, *range(10, 40), 3], [2]]
 
 
+@pytest.mark.parametrize("padding", [1, 32])
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta"])
 @pytest.mark.parametrize("pooling", ["mean_tokens", "cls_token"])
 def test_vectors_are_those_of_transformers(
-    tmp_path: Path, device: torch.device, kind: str, pooling: str
+    tmp_path: Path, device: torch.device, kind: str, pooling: str, padding: int
 ) -> None:
     oracle = save_encoder(tmp_path, kind, **{pooling: True, "max_tokens": False})
-    found = Encoder(tmp_path, device).embed(INPUTS)
+    encoder = Encoder(tmp_path, device)
+    encoder._padding = padding
+    found = encoder.embed(INPUTS)
     for vector, tokens in zip(found, INPUTS, strict=True):
         with torch.no_grad():
             hidden = oracle(torch.tensor([tokens])).last_hidden_state[0]

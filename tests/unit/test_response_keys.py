@@ -120,7 +120,9 @@ class Race:
     def __init__(self, *, searches: bool = False) -> None:
         self.look_up: asyncio.Future[FoundResponse | None] = asyncio.Future()
         self.search: asyncio.Future[FoundResponse | None] = asyncio.Future()
-        search = self._search if searches else None
+        self.hold_seconds = 0.0
+        self.held: list[float] = []
+        search = self if searches else None
         self.computed: asyncio.Future[str] = asyncio.Future()
         self.emitted: list[AnswerEvent] = []
         self.emit: Emit | None = None  # of the computation, once it runs
@@ -131,8 +133,11 @@ class Race:
     async def _find(self) -> FoundResponse | None:
         return await self.look_up
 
-    async def _search(self) -> FoundResponse | None:
+    async def find(self) -> FoundResponse | None:
         return await self.search
+
+    def note_held(self, seconds: float) -> None:
+        self.held.append(seconds)
 
     async def _compute(self, emit: Emit) -> str:
         self.emit = emit
@@ -274,3 +279,44 @@ async def test_a_value_that_is_put_again_counts_once() -> None:
     for size in (10, 20):
         await store.put(key_of(0), bytes(size))
     assert store.used_bytes == 20 + ENTRY_BYTES
+
+
+async def held_back(seconds: float) -> Race:
+    """A race whose first token waits for a verification."""
+    race = Race(searches=True)
+    race.look_up.set_result(None)
+    emit = await race.computing()
+    race.hold_seconds = seconds
+    emit(DELTA)
+    assert race.emitted == []
+    return race
+
+
+async def test_a_first_token_waits_for_a_hit_that_is_confirmed() -> None:
+    race = await held_back(60.0)
+    race.search.set_result(FOUND)
+    assert await race.running is FOUND
+    assert (race.emitted, race.held) == ([], [])
+    assert race.computed.cancelled()
+
+
+async def test_a_first_token_comes_when_a_hit_is_refused() -> None:
+    race = await held_back(60.0)
+    race.search.set_result(None)
+    race.computed.set_result("computed")
+    assert await race.running == "computed"
+    assert race.emitted == [STARTED, DELTA]
+    assert len(race.held) == 1
+
+
+async def test_a_first_token_waits_no_longer_than_allowed() -> None:
+    race = await held_back(0.01)
+
+    async def emitted() -> bool:
+        return race.emitted == [STARTED, DELTA]
+
+    await until(emitted)
+    assert len(race.held) == 1
+    race.computed.set_result("computed")
+    assert await race.running == "computed"
+    assert race.search.cancelled()

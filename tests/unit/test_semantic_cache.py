@@ -3,6 +3,7 @@ question alike: what is found depends on scope and consent alone."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 import pytest_asyncio
 from front_door import front_door
 from patience import be_patient, connected
+from rich.console import Console
 from tiny_encoders import save_encoder
 
 from baton import AsyncClient
-from baton.cli.views import request_table
+from baton.cli.views import request_table, waterfall
 from baton.core.api_keys import make_key, write_keys
 from baton.core.errors import InvalidConfig
 from baton.router.server import RouterServer
@@ -205,6 +207,30 @@ async def test_a_similarity_out_of_range_is_refused(door: Door) -> None:
         refused = await door.ask("x", headers={"x-baton-semantic-similarity": header})
         assert refused.status_code == 400
         assert "x-baton-semantic-similarity must be 0 to 1" in refused.text
+
+
+async def test_a_refused_hit_is_computed_and_shown(tmp_path: Path) -> None:
+    """These workers answer every question with a letter, and so never with yes."""
+    save_encoder(tmp_path / "mini")
+    with RedisServer(tmp_path) as redis, pytest.MonkeyPatch.context() as patch:
+        be_patient(patch)
+        cache = {"responses": "semantic", "redis": redis.url, "semantic_verify_seconds": 60}
+        tree: dict[str, object] = {"cache": cache, "embedding_model": str(tmp_path / "mini")}
+        async with front_door(tree) as server:
+            await connected(server)
+            door = Door(server, {"alice": "none"})
+            await door.ask("one question")
+            refused = await door.ask("another question", headers=ONLY)
+            assert refused.status_code == 504
+            assert (door.count("refused"), door.count("hit")) == (1, 0)
+            name = refused.headers["x-request-id"]
+            async with AsyncClient(server.address) as client:
+                timing = await client.timing(name)
+    hit = timing.answers[0].refused_hit
+    assert (hit.denied, hit.similarity > 0.99) == (True, True)
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(waterfall(timing))
+    assert "was refused: the model denied that both ask the same" in shown.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,26 @@ async def test_what_would_have_been_answered_is_recorded(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("patient")
+async def test_the_shadow_records_what_a_verification_would_have_refused(tmp_path: Path) -> None:
+    async def compare(one: Sequence[int], other: Sequence[int]) -> float:
+        return 0.25
+
+    settings = {"semantic": "shadow", "semantic_verify_seconds": 60.0}
+    with RedisServer(tmp_path) as redis:
+        async with opened(redis.url, **settings) as router:
+            for text, answer in (("weather today", 7), ("weather now", 7), ("weather on Mars", 8)):
+                inquiry = router.inquiry(ask(text, "alice", None), [*text.encode()])
+                inquiry.computed = Computed([answer], 20, 1.5, compare)
+                await router.keep_with(inquiry, answer)
+            assert router.responses.shadow
+            report = await router.responses.shadow.report(0.5, 0.9)
+    hits = report.thresholds[0]
+    assert (hits.hits, hits.false_hits) == (2, 1)
+    assert (hits.verified_hits, hits.refused_hits, hits.refused_false_hits) == (2, 1, 1)
+    assert (report.proposed_verified.hits, report.proposed_verified.false_hits) == (1, 0)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_a_router_in_the_shadow_computes_and_reports(tmp_path: Path) -> None:
     save_encoder(tmp_path / "mini")
     with RedisServer(tmp_path) as redis:

@@ -210,3 +210,45 @@ async def test_a_question_that_is_not_embedded_is_a_failed_search(redis: RedisSe
         assert cache.count("failed") == 1
         stores = cache.metrics.semantic_stores
         assert stores.labels(result="failed")._value.get() == 1
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_hit_that_is_not_confirmed_is_a_miss_and_counted(redis: RedisServer) -> None:
+    async with opened(redis.url, semantic_verify_seconds=60.0) as cache:
+        await cache.keep("weather today", 7)
+        found = await cache.inquiry(ask("weather now", "alice"), [1]).find()
+        assert found is not None
+        assert found.cache.verified
+        inquiry = cache.inquiry(ask("weather on Mars", "alice"), [1])
+        assert await inquiry.find() is None
+        assert inquiry.refused is not None
+        assert (inquiry.refused.denied, inquiry.refused.similarity > 0.95) == (True, True)
+        assert await cache.find("recipe") is None  # nothing similar: nothing to verify
+        assert [cache.count(each) for each in ("hit", "refused", "miss")] == [1, 1, 1]
+        assert [cache.verifications(each) for each in ("confirmed", "denied")] == [1, 1]
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_hit_that_cannot_be_verified_in_time_is_refused(redis: RedisServer) -> None:
+    async with opened(redis.url) as unverified:
+        await unverified.keep("weather today", 7)  # without its question
+        await unverified.keep("recipe", 8)
+    async with opened(redis.url, semantic_verify_seconds=0.01) as cache:
+        inquiry = cache.inquiry(ask("weather now", "alice"), [1])
+        assert await inquiry.find() is None
+        await cache.keep("recipe", 8)
+        late = cache.inquiry(ask("recipe on Venus", "alice"), [1])
+        assert await late.find() is None
+        assert [each.refused and each.refused.denied for each in (inquiry, late)] == [False, False]
+        assert (cache.count("refused"), cache.verifications("failed")) == (2, 2)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_questions_are_stored_only_where_hits_are_verified(redis: RedisServer) -> None:
+    for seconds, stored in ((0.0, False), (60.0, True)):
+        async with opened(redis.url, semantic_verify_seconds=seconds) as cache:
+            await cache.keep("weather today", 7)
+            (name,) = await cache.store.look_up("KEYS", redis_store.PREFIX + b"*")  # type: ignore[misc]
+            value = await cache.store.look_up("GET", name)
+            assert isinstance(value, bytes)
+            assert (b"weather today" in value) is stored

@@ -89,7 +89,11 @@ class AnswerRenderer(Generic[Body]):
         similar = [each.similarity for each in self._replayed if each.HasField("similarity")]
         if not similar:
             return {"kind": "exact", "age_seconds": age}
-        return {"kind": "semantic", "age_seconds": age, "similarity": rounded(min(similar))}
+        found: ResponseCacheUsage = {"kind": "semantic", "age_seconds": age}
+        found["similarity"] = rounded(min(similar))
+        if all(each.verified for each in self._replayed):
+            found["verified"] = True
+        return found
 
 
 def encode(content: object) -> bytes:

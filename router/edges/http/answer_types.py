@@ -112,6 +112,7 @@ class ResponseCacheUsage(TypedDict):
     kind: str
     age_seconds: float
     similarity: NotRequired[float]  # of two questions, where they are not the same
+    verified: NotRequired[bool]  # the served model confirmed that they ask the same
 
 
 class TokenUsage(TypedDict):

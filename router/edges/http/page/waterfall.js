@@ -10,7 +10,7 @@ const PHASES = {
   fetch: ["fetch cached pages", "transfer"], reserve: ["reserve pages", "transfer"], transfer: ["transfer", "transfer"], admit: ["wait for a batch", "wait"],
   first_decode: ["first decode step", "decode"], decode: ["decode", "decode"], detokenize: ["detokenize", "router"],
   write: ["write", "router"], retry: ["lost and retried", "lost"], network: ["network, other", "other"],
-  response_cache: ["response cache", "router"],
+  response_cache: ["response cache", "router"], verify: ["verify a cached answer", "wait"],
 };
 
 export async function showTimings(ids) {
@@ -42,6 +42,7 @@ function fall(answer, timing, scale) {
     ["prompt", `${count(answer.prompt_tokens)} (${count(answer.cached_tokens)} cached)`], ["answer", count(answer.completion_tokens)],
     ["workers", workersOf(answer)], ["placement", `${answer.policy} (${answer.reason_code})`],
   ];
+  if (answer.refused_hit) tiles.push(["refused hit", `similarity ${answer.refused_hit.similarity.toFixed(4)}`]);
   if (answer.attempts > 1) tiles.push(["attempts", answer.attempts]);
   if (answer.transferred_bytes) tiles.push(["transferred", `${(answer.transferred_bytes / 2 ** 20).toFixed(1)} MiB`]);
   if (answer.chunks.length > 1) tiles.push(["chunks", answer.chunks.length]);
