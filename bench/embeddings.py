@@ -91,6 +91,7 @@ def cluster(served: str, encoder: Path, threads: int) -> Iterator[Callable[[str,
     tree: dict[str, object] = {
         "model": served,
         "embedding_model": str(encoder),
+        "prefix_cache": False,  # each round has the same texts
         "prefill": {"threads": threads},
         "decode": {"threads": 1},
         "router": FREE_ROUTER,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.config import RouterConfig
 from baton.core.errors import InvalidAdapter, Unavailable, WorkerLost
-from baton.core.types import Adapter, AttemptKey, Request, Role, Sampling, Work
+from baton.core.types import Adapter, AttemptKey, Pooling, Request, Role, Sampling, Work
 from baton.router.answers.answer import Answer
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
@@ -190,6 +190,7 @@ class RunningAttempt:
         self._ended: AttemptEnded | None = None
         self._prompt: QueuedPrompt | None = None  # until it is prefilled
         self._unanswered = False
+        self._encoded = work.pooling is Pooling.ENCODER
         self._live: list[WorkerLink] = []  # on which it keeps background requests from running
         # The index of this process of the worker: a new process gets a new one.
         self._cache = assignment.prefiller.cache
@@ -217,7 +218,7 @@ class RunningAttempt:
         tokens = (0, 0) if work.background else (len(work.prompt_tokens), cached)
         self._prompt = self._assignment.prefiller.prompts.add(*tokens)
         self._unanswered = True
-        self._assignment.responder.assigned.count_unanswered(+1)
+        self._assignment.responder.assigned.count_unanswered(+1, encoded=self._encoded)
         if not work.background and self._assignment.placement.code is not Reason.CANARY:
             for link in self._assignment.links:
                 link.count_live(+1)
@@ -312,7 +313,7 @@ class RunningAttempt:
             self._end_live(len(self._live) - 1)
         if answered and self._unanswered:
             self._unanswered = False
-            self._assignment.responder.assigned.count_unanswered(-1)
+            self._assignment.responder.assigned.count_unanswered(-1, encoded=self._encoded)
             self._on_room()
 
     def _end_live(self, count: int) -> None:

@@ -204,12 +204,18 @@ class Peers:
         return answer.error if answer and answer.reason == LayoutMismatch.reason else ""
 
 
+INPUTS_OF_A_PLACE = 32
+"""Inputs of the embedding model that take one place in a worker's backlog: a step has many, and
+they need no pages."""
+
+
 class AssignedRequests:
     """This router's requests on a worker: those that admission counts, and their prompts so far."""
 
     def __init__(self, backlog: int) -> None:
         self._backlog = backlog
         self.unanswered = 0  # neither begun nor with reserved pages
+        self._inputs = 0  # of these, those of the embedding model
         self._alone = 0  # suspects that tolerate no other
         self.suspects = 0  # requests that lost a worker before
         self.live = 0  # attempts of no background request
@@ -222,8 +228,9 @@ class AssignedRequests:
         if not self.adapters[digest]:
             del self.adapters[digest]
 
-    def count_unanswered(self, change: int) -> None:
+    def count_unanswered(self, change: int, *, encoded: bool = False) -> None:
         self.unanswered += change
+        self._inputs += change * encoded
 
     def count_suspect(self, suspicion: Suspicion, change: int) -> None:
         self.suspects += change * (suspicion is not Suspicion.NONE)
@@ -238,4 +245,4 @@ class AssignedRequests:
             return False
         if suspicion is Suspicion.SUSPECT and self._alone:
             return False
-        return self.unanswered < self._backlog
+        return self.unanswered - self._inputs + self._inputs // INPUTS_OF_A_PLACE < self._backlog

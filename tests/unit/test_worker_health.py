@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.workers.link_state import BusyShare, Heartbeat, PingFence, StepPace
+from baton.router.placement.placement import Suspicion
+from baton.router.workers.link_state import (
+    INPUTS_OF_A_PLACE,
+    AssignedRequests,
+    BusyShare,
+    Heartbeat,
+    PingFence,
+    StepPace,
+)
 from baton.v1 import worker_pb2 as pb
 
 
@@ -92,3 +100,15 @@ def test_a_closed_fence_opens_with_the_answer_to_the_latest_ping() -> None:
     assert not fence.is_open
     assert fence.answer_received()
     assert fence.is_open
+
+
+def test_many_inputs_of_the_embedding_model_take_one_place_in_a_backlog() -> None:
+    assigned = AssignedRequests(2)
+    for _ in range(2 * INPUTS_OF_A_PLACE):
+        assert assigned.admits(Suspicion.NONE)
+        assigned.count_unanswered(+1, encoded=True)
+    assert not assigned.admits(Suspicion.NONE)
+    assigned.count_unanswered(-1, encoded=True)
+    assert assigned.admits(Suspicion.NONE)
+    assigned.count_unanswered(+1)
+    assert not assigned.admits(Suspicion.NONE)
