@@ -91,7 +91,7 @@ async def fill(url: str, asked: Question, entries: int, sets: int) -> None:
             scope = scopes[number % sets].hex().encode()
             vector = draw.normal(size=DIMENSIONS).astype("<f4").tobytes()
             name, member = semantic_name(asked.tenant, scope), os.urandom(32).hex()
-            options = ("CAS", "NOQUANT", "EF", str(LINKED))
+            options = ("CAS", "Q8", "EF", str(LINKED), "SETATTR", vector)
             await connection.send("VADD", name, "FP32", vector, member, *options)
 
     await asyncio.gather(*(add(each, entries // CONNECTIONS) for each in connections))

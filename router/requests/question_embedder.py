@@ -13,10 +13,13 @@ from baton.core.types import AttemptKey, Pooling, Request, Sampling, Work
 from baton.router.prompts.embedding_model import EmbeddingModel
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.requests.side_requests import run_aside
-from baton.router.response_cache.shadow import cosine
+from baton.router.response_cache.similar_questions import cosine
 
 MOST_CHARACTERS = 16
 """Of a token, about: longer answers are cut before they are tokenized."""
+
+INLINE_CHARACTERS = 512
+"""Longer texts are tokenized in a thread; shorter ones take less than handing them to one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,12 @@ class QuestionEmbedder:
         """The vector of a text, in float32, for a caller's request. Raises BatonError: a text that
         is too long for the model is not cut."""
         limit = self.model.max_tokens + 1
-        loop = asyncio.get_running_loop()
-        tokens = await loop.run_in_executor(self.threads, self.model.text.encode, text, None, limit)
+        if len(text) <= INLINE_CHARACTERS:
+            tokens = self.model.text.encode(text, None, limit)
+        else:
+            loop = asyncio.get_running_loop()
+            encode = self.model.text.encode
+            tokens = await loop.run_in_executor(self.threads, encode, text, None, limit)
         if len(tokens) >= limit:
             raise PromptTooLong(f"the question has {len(tokens)} tokens", field="prompt")
         return await self._vector(tokens, request)

@@ -45,7 +45,7 @@ LEAST_SECRET_BYTES = 32
 
 PREFIX = b"baton:response:1:"
 """Of every response's key; the number is the version of the values' format."""
-SEMANTIC_PREFIX = b"baton:semantic:1:"
+SEMANTIC_PREFIX = b"baton:semantic:2:"
 """Of the keys of semantic_cache.py."""
 _NONCE_BYTES = 12
 _Scanned = tuple[bytes, list[bytes]]

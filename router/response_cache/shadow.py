@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import NamedTuple
 
-import numpy
-
 from baton.core.errors import BatonError
 from baton.router.response_cache.cache_store import StoreFailed
 from baton.router.response_cache.redis_store import SEMANTIC_PREFIX, RedisStore
@@ -90,9 +88,3 @@ class Shadow:
     async def _write(self, hit: bytes) -> None:
         limits = str(MOST_HITS), str(KEPT_SECONDS)
         await self._store.store("EVAL", RECORD, "2", _HITS, _REQUESTS, hit, *limits)
-
-
-def cosine(one: bytes, other: bytes) -> float:
-    """Of two vectors in float32."""
-    a, b = numpy.frombuffer(one, "<f4"), numpy.frombuffer(other, "<f4")
-    return float(a @ b / max(float(numpy.linalg.norm(a) * numpy.linalg.norm(b)), 1e-30))
