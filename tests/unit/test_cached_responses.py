@@ -139,6 +139,7 @@ async def test_cache_control_is_honoured(door: Door) -> None:
     body = {**GREEDY, "prompt": "control"}
     missing = await door.post(control="only-if-cached", **body)
     assert (missing.status_code, missing.json()["error"]["code"]) == (504, "not_cached")
+    assert missing.json()["error"]["message"] == "the answer is not cached"
     for _ in range(2):
         assert "x-baton-cache" not in (await door.post(control="no-store", **body)).headers
     assert (await door.post(control="only-if-cached", **body)).status_code == 504

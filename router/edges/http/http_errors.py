@@ -18,6 +18,7 @@ from baton.core.errors import (
     Exhausted,
     Internal,
     LayoutMismatch,
+    NotCached,
     NotServed,
     PromptTooLong,
     RateLimited,
@@ -85,7 +86,7 @@ def error_response(
         error = Internal("")
     status = error.http_status
     message = error.message
-    if status >= 500:
+    if status >= 500 and not isinstance(error, NotCached):  # which the caller asked for
         message = _nearest(_PUBLIC, error) or redact(message)
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
     param = _RENAMED.get(error.field, error.field)
