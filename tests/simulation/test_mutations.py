@@ -44,13 +44,20 @@ from .world import Violation
 
 SEEDS = 2500
 RARE = {
+    "free_at_once": 39,
     "let_quarantine_expire": 313,
     "ignore_epochs": 126,
+    "never_say_drained": 48,
+    "say_drained_too_early": 45,
+    "forget_dead_senders": 40,
     "ignore_what_routers_say_of_the_dead": 171,
     "believe_that_the_dead_are_silent": 654,
+    "trust_a_silent_connection": 30,
+    "break_the_neighbours_too": 438,
     "send_again_twice": 137,
     "forget_token_one": 325,
-    "free_what_is_being_fetched": 335,
+    "free_what_is_being_fetched": 355,
+    "believe_that_all_was_fetched": 35,
     "lend_twice": 123,
 }
 """Seeds to begin with, of mistakes that few seeds see."""
