@@ -26,7 +26,7 @@ test: setup ## run the suite
 test-faults: setup ## signal every process at every moment of a request; cut and intrude on the network
 	@$(BIN)/python -m pytest -m 'faults or not faults' tests/cluster/test_fault_matrix.py \
 		tests/cluster/test_chaos.py tests/cluster/test_cut_network.py \
-		tests/cluster/test_exposed_network.py tests/simulation/test_simulation.py
+		tests/cluster/test_exposed_network.py tests/simulation
 
 # Loses and adds nodes, Ray's head without and with a Redis, restarts all workers, runs two versions
 # side by side; prints the table of recoveries.

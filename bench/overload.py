@@ -179,12 +179,12 @@ class Row:
         ]
 
     @property
-    def slow_refusals(self) -> dict[str, list[float]]:
-        """Seconds of refusals after more than PROMPT_SECONDS, by their messages without numbers."""
+    def slow_refusals(self) -> dict[str, list[Result]]:
+        """Refusals after more than PROMPT_SECONDS, by their messages without numbers."""
         slow = defaultdict(list)
         for each in self.results:
             if each.refused and each.ended > PROMPT_SECONDS:
-                slow[re.sub(r"[\d.]+", "#", str(each.error))].append(each.ended)
+                slow[re.sub(r"[\d.]+", "#", str(each.error))].append(each)
         return slow
 
 
@@ -238,9 +238,13 @@ class Sweep:
         for title, row in rows.items():
             print_line([title, *row.cells(peak)])
         for title, row in rows.items():
-            for message, seconds in row.slow_refusals.items():
-                times = f"{len(seconds)} times, after {quantiles(seconds)} ms (p50 / p99)"
-                print(f"refused later at load {title}: {times}: {message}")
+            for message, slow in row.slow_refusals.items():
+                seconds = quantiles([each.ended for each in slow])
+                own = sum(each.ended - each.late <= PROMPT_SECONDS for each in slow)
+                print(
+                    f"refused later at load {title}: {len(slow)} times, after {seconds} ms (p50 /"
+                    f" p99), {own} of them for the callers' own lag: {message}"
+                )
         print(await self._http(max(loads)))
         if beside:
             await self._beside_idle(peak)

@@ -4,6 +4,7 @@ what became of each request."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 
 from baton import AsyncClient
 from baton.core.errors import BatonError
+from baton.core.tasks import cancel_all
 
 PROMPT_SECONDS = 0.05
 """Within which a refusal must come."""
+
+TICK_SECONDS = 0.002
 
 VOCABULARY = range(1000, 20_000)  # ids of ordinary tokens
 
@@ -55,6 +59,7 @@ class Result:
     due: float
     deadline: float
     lag: float = 0.0  # of the caller itself, until it sent the request
+    late: float = 0.0  # most that the callers' loop was behind meanwhile
     ended: float = 0.0
     first_token: float = math.inf
     error: BatonError | None = None
@@ -78,6 +83,7 @@ class Callers:
         self._shape = shape
         self._draw = random.Random(seed)
         self.alone = 0.0
+        self._lags: list[tuple[float, float]] = []  # when, and by how much
 
     async def close(self) -> None:
         for client in self._clients.values():
@@ -110,12 +116,27 @@ class Callers:
         due = time.monotonic()
         end = due + seconds
         calls = []
+        watching = asyncio.create_task(self._watch())
         weights = [kind.share for kind in KINDS]
         while (due := due + self._draw.expovariate(rate)) < end:
             await asyncio.sleep(due - time.monotonic())
             (kind,) = self._draw.choices(KINDS, weights)
             calls.append(asyncio.create_task(self._call(kind, due)))
-        return await asyncio.gather(*calls)
+        results = await asyncio.gather(*calls)
+        await cancel_all(watching)
+        return results
+
+    async def _watch(self) -> None:
+        """Notes how late the callers' own loop runs what is due."""
+        while True:
+            due = time.monotonic() + TICK_SECONDS
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            self._lags.append((now, now - due))
+
+    def _lag_since(self, begin: float) -> float:
+        lags = itertools.takewhile(lambda noted: noted[0] >= begin, reversed(self._lags))
+        return max((lag for _, lag in lags), default=0.0)
 
     async def _call(self, kind: Kind, due: float) -> Result:
         deadline = kind.deadline * self.alone if kind.deadline < math.inf else math.inf
@@ -136,6 +157,9 @@ class Callers:
         except BatonError as error:
             result.error = error
         result.ended = time.monotonic() - due
+        # What is due now has not been noted yet.
+        await asyncio.sleep(TICK_SECONDS)
+        result.late = self._lag_since(due)
         return result
 
 

@@ -8,6 +8,7 @@ import pytest
 import recoveries
 from network import Host, Network
 from processes import ProcessCluster
+from shallow_model import save_shallow_model
 
 from baton.core.model_store import EMBEDDED
 
@@ -20,6 +21,24 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluste
     """The embedded model on one prefill and one decode worker."""
     with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("embedded"), tree=TREE) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the embedded model's first layers."""
+    return save_shallow_model(tmp_path_factory.mktemp("model") / "shallow")
+
+
+@pytest.fixture(scope="session")
+def shallow_pair(
+    shallow: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProcessCluster]:
+    """These on one prefill and one decode worker."""
+    sizes: dict[str, object] = {"kv_memory": "64MiB", "threads": 1}
+    tree: dict[str, object] = {"prefill": sizes, "decode": sizes}
+    with ProcessCluster(shallow, tmp_path_factory.mktemp("pair"), tree=tree) as cluster:
+        yield cluster
+        cluster.wait_idle()
 
 
 @pytest.fixture(scope="session")

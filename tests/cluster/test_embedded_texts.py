@@ -1,4 +1,4 @@
-"""Embeddings of the embedded model, beside transformers'."""
+"""Embeddings of the embedded model's first layers, beside transformers'."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ import openai
 import pytest
 import torch
 from processes import ProcessCluster
+from shallow_model import LAYERS
 from transformers import AutoModel, AutoTokenizer
 
 from baton.core.model_store import embedded_folder
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "shallow"
 LONG = "A sentence that is repeated until the prompt needs several chunks and pages. " * 42
 TEXTS = ["The capital of France is Paris.", "a", LONG]
+
+
+@pytest.fixture
+def idle(shallow_pair: ProcessCluster) -> Iterator[ProcessCluster]:
+    """The test must leave its pools empty."""
+    yield shallow_pair
+    shallow_pair.wait_idle()
 
 
 @pytest.fixture
@@ -34,7 +42,7 @@ def http(idle: ProcessCluster) -> Iterator[httpx.Client]:
 @cache
 def oracle() -> tuple[Any, Any]:
     folder = embedded_folder()
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32, num_hidden_layers=LAYERS)
     return AutoTokenizer.from_pretrained(folder), model.eval()
 
 

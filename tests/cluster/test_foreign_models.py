@@ -14,6 +14,7 @@ from tiny_models import VOCABULARY, generate_with_transformers, save
 
 from baton import AsyncClient
 
+ANSWER, LONG_ANSWER = 10, 90
 TREE: dict[str, object] = {
     "page_size": 4,
     "prefill": {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1},
@@ -29,7 +30,7 @@ def prompts() -> list[list[int]]:
 def ask(cluster: ProcessCluster, asked: list[list[int]]) -> list[list[int]]:
     """All prompts at once."""
     with cluster.client() as client, ThreadPoolExecutor(len(asked)) as threads:
-        answers = threads.map(lambda p: client.generate(p, max_tokens=24, timeout=120), asked)
+        answers = threads.map(lambda p: client.generate(p, max_tokens=ANSWER, timeout=120), asked)
         return [list(answer.token_ids) for answer in answers]
 
 
@@ -38,14 +39,14 @@ async def test_answers_equal_transformers_also_from_cached_pages_and_after_a_dea
 ) -> None:
     oracle = save(FOREIGN_MODELS["starcoder2"], tmp_path / "model")
     asked = prompts()
-    expected = [generate_with_transformers(oracle, prompt, 24) for prompt in asked]
-    long = generate_with_transformers(oracle, asked[3], 150)
+    expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in asked]
+    long = generate_with_transformers(oracle, asked[3], LONG_ANSWER)
     with ProcessCluster(tmp_path / "model", tmp_path, decode=2, tree=TREE) as cluster:
         assert await asyncio.to_thread(ask, cluster, asked) == expected
         assert await asyncio.to_thread(ask, cluster, asked) == expected  # from cached pages
         cluster.wait_idle()
         async with AsyncClient(cluster.address) as client:
-            stream, name = await begin(client, asked[3], max_tokens=150, ignore_eos=True)
+            stream, name = await begin(client, asked[3], max_tokens=LONG_ANSWER, ignore_eos=True)
             cluster.workers.pop(name).kill()
             answer = await stream.read()
             assert list(answer.token_ids) == long

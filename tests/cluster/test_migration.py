@@ -162,7 +162,10 @@ async def test_many_streams_outlive_one_worker(tiny: Path, tmp_path: Path, role:
 async def test_who_loses_any_number_of_workers_that_were_killed_is_answered(
     tiny: Path, tmp_path: Path
 ) -> None:
-    """Each worker that comes back reports that the one before was killed from outside."""
+    """Each worker that comes back reports that the one before was killed from outside.
+
+    Workers hold the answers, which would else end before all are killed.
+    """
     configured = tree(placement_timeout=60.0, local_prefill="never")
     options = {**OPTIONS, "timeout": 120.0}
 
@@ -170,13 +173,17 @@ async def test_who_loses_any_number_of_workers_that_were_killed_is_answered(
         (decode,) = [w for w in (await client.status()).workers if "decode" in w.member.worker_id]
         return decode.load.running == count
 
-    with ProcessCluster(tiny, tmp_path, tree=configured) as cluster:
+    with ProcessCluster(tiny, tmp_path, tree=configured, module="faulty_worker") as cluster:
         async with AsyncClient(cluster.address) as client:
             undisturbed = (await client.generate(PROMPT, **options)).token_ids
+            hold = tmp_path / "faults" / "hold"
+            hold.touch()
             tasks = [asyncio.create_task(client.generate(PROMPT, **options)) for _ in range(2)]
-            for _ in range(5):
+            for life in range(5):
                 await until(lambda: running(client, 2))
                 cluster.workers["decode-0"].kill()
+                if life == 4:
+                    hold.unlink()
                 await asyncio.to_thread(cluster.restart, "decode-0")
             answers = await asyncio.gather(*tasks)
             assert [answer.token_ids for answer in answers] == [undisturbed] * 2

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from processes import ProcessCluster
-from shallow_model import save_shallow_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from baton import Answer
@@ -41,21 +40,6 @@ def prompts() -> list[list[int]]:
     prose = tokenizer((ROOT / "LICENSE").read_text())["input_ids"]
     asked: list[list[int]] = [tokenizer(text)["input_ids"] for text in QUESTIONS]
     return asked + [prose[length : 2 * length] for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_shallow_model(tmp_path_factory.mktemp("model") / "shallow")
-
-
-@pytest.fixture(scope="module")
-def pair(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    """One prefill and one decode worker."""
-    sizes: dict[str, object] = {"kv_memory": "64MiB", "threads": 1}
-    tree: dict[str, object] = {"prefill": sizes, "decode": sizes}
-    with ProcessCluster(shallow, tmp_path_factory.mktemp("pair"), tree=tree) as cluster:
-        yield cluster
-        cluster.wait_idle()
 
 
 @pytest.fixture(scope="module")
@@ -107,25 +91,25 @@ def test_greedy_tokens_equal_transformers(
 
 
 def test_greedy_tokens_are_the_same_on_more_workers_with_other_sizes(
-    pair: ProcessCluster, pair_of_pairs: ProcessCluster, prompts: list[list[int]]
+    shallow_pair: ProcessCluster, pair_of_pairs: ProcessCluster, prompts: list[list[int]]
 ) -> None:
     answers = ask_together(pair_of_pairs, prompts, ignore_eos=True)
-    assert [answer.token_ids for answer in answers] == greedy(pair, prompts)
+    assert [answer.token_ids for answer in answers] == greedy(shallow_pair, prompts)
     assert {answer.prefill_worker for answer in answers} == {"prefill-0", "prefill-1"}
     assert {answer.decode_worker for answer in answers} == {"decode-0", "decode-1"}
 
 
 def test_sampled_tokens_depend_on_the_seed_alone(
-    pair: ProcessCluster, pair_of_pairs: ProcessCluster, prompts: list[list[int]]
+    shallow_pair: ProcessCluster, pair_of_pairs: ProcessCluster, prompts: list[list[int]]
 ) -> None:
     """Alone, in a busy batch, and on another cluster: the same seed, the same tokens."""
     options = {"temperature": 0.9, "top_p": 0.95, "seed": 17, "repetition_penalty": 1.1}
     options["ignore_eos"] = True  # an answer of one token says little
     asked = prompts[:6]
-    with pair.client() as client:
+    with shallow_pair.client() as client:
         alone = [client.generate(prompt, max_tokens=ANSWER, **options) for prompt in asked[:3]]
         other = client.generate(asked[1], max_tokens=ANSWER, **{**options, "seed": 18})
-    busy = ask_together(pair, asked, **options)
+    busy = ask_together(shallow_pair, asked, **options)
     elsewhere = ask_together(pair_of_pairs, asked, **options)
     assert [answer.token_ids for answer in busy[:3]] == [answer.token_ids for answer in alone]
     assert [answer.token_ids for answer in busy] == [answer.token_ids for answer in elsewhere]

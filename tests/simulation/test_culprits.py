@@ -19,8 +19,8 @@ from baton.worker.step_record import Row, StepRecord
 from .cluster import Cluster
 from .faults import Faults
 from .test_mutations import Patch, fail_some_seed
+from .test_roles import SEEDS
 
-SEEDS = 400
 RARE = {"share_the_steps_of_suspects": 37, "count_drained_attempts": 695}
 """As in test_mutations.py; seed 15 sees the others."""
 
@@ -43,13 +43,16 @@ class DeadlyCluster(Cluster):
     culprits = 0.5
 
 
-def test_no_innocent_request_is_lost_and_no_culprit_takes_down_more_than_three_workers() -> None:
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_no_innocent_request_is_lost_and_no_culprit_takes_down_more_than_three_workers(
+    seeds: range,
+) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    for seed in seeds:
         counts += DeadlyCluster(seed).run()
     print(counts)
-    assert counts["finished"] > SEEDS
-    assert counts[PoisonRequest.reason] > SEEDS / 20
+    assert counts["finished"] > len(seeds)
+    assert counts[PoisonRequest.reason] > len(seeds) / 20
     assert counts["crashes"] > counts[PoisonRequest.reason]
 
 

@@ -2,12 +2,14 @@
 the configuration. It finds its role by its name.
 
     damage   pages arrive with another digest than they were sent with
+    hold     decode computes only steps of two rows, and few of those
     leak     one lease is not returned; removes its file
     stop     the sender stops itself when it may write, before it has; removes its file
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -15,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.types import Role
+from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.page_pool import Lease
+from baton.engine.step import Plan
 from baton.kv_transfer import pool_layout
 from baton.kv_transfer.sender import Sender, SenderAction
 from baton.worker.standalone import main
+
+HELD_STEPS = 20
 
 
 def _take(flag: Path) -> bool:
@@ -32,6 +38,13 @@ def _take(flag: Path) -> bool:
 
 def fail_decode(folder: Path) -> None:
     digest, release = pool_layout.page_digest, Lease.release
+    decide, steps = DecodeScheduler.next, itertools.count()
+
+    def held(self: DecodeScheduler) -> Plan:
+        plan = decide(self)
+        if not (folder / "hold").exists():
+            return plan
+        return plan if len(plan) == 2 and next(steps) < HELD_STEPS else {}
 
     def damaged(page: Any) -> int:
         return digest(page) ^ (folder / "damage").exists()
@@ -45,6 +58,7 @@ def fail_decode(folder: Path) -> None:
 
     pool_layout.page_digest = damaged  # type: ignore[attr-defined]
     Lease.release = leaking  # type: ignore[method-assign]
+    DecodeScheduler.next = held  # type: ignore[method-assign]
 
 
 def fail_prefill(folder: Path) -> None:

@@ -66,6 +66,8 @@ def shorten_story(
     written = quality.STORY.read_text(encoding="utf-8").split("\n\n")
     monkeypatch.setattr(quality, "STORY", folder / "story.txt")
     quality.STORY.write_text("\n\n".join(each[:characters] for each in written[:paragraphs]))
+    # Whatever it holds, it is zeroed.
+    monkeypatch.setattr(quality, "KV_MEMORY", 128 << 20)
 
 
 def test_doctor_compares_the_model_with_itself(
