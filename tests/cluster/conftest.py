@@ -74,6 +74,13 @@ def idle(embedded: ProcessCluster) -> Iterator[ProcessCluster]:
     embedded.wait_idle()
 
 
+@pytest.fixture
+def shallow_idle(shallow_pair: ProcessCluster) -> Iterator[ProcessCluster]:
+    """As `idle`, of its first layers."""
+    yield shallow_pair
+    shallow_pair.wait_idle()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the fault matrix and the recovery table, where they ran."""
     for title, table in (("fault matrix", fault_table), ("recoveries", recoveries)):

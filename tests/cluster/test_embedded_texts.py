@@ -27,15 +27,8 @@ TEXTS = ["The capital of France is Paris.", "a", LONG]
 
 
 @pytest.fixture
-def idle(shallow_pair: ProcessCluster) -> Iterator[ProcessCluster]:
-    """The test must leave its pools empty."""
-    yield shallow_pair
-    shallow_pair.wait_idle()
-
-
-@pytest.fixture
-def http(idle: ProcessCluster) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{idle.http}", timeout=120) as client:
+def http(shallow_idle: ProcessCluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{shallow_idle.http}", timeout=120) as client:
         yield client
 
 
@@ -73,9 +66,11 @@ def test_vectors_are_those_of_transformers(http: httpx.Client, pooling: str) -> 
     )
 
 
-def test_the_sdk_reads_them_and_dimensions_cut_them(idle: ProcessCluster) -> None:
+def test_the_sdk_reads_them_and_dimensions_cut_them(shallow_idle: ProcessCluster) -> None:
     whole = expected(TEXTS[0], "last")[:8]
-    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none", max_retries=0) as sdk:
+    with openai.OpenAI(
+        base_url=f"http://{shallow_idle.http}/v1", api_key="none", max_retries=0
+    ) as sdk:
         # The SDK asks for base64 by itself.
         answer = sdk.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=8)
         (found,) = answer.data
@@ -93,31 +88,31 @@ def test_token_ids_and_base64_are_the_same_vectors(http: httpx.Client) -> None:
     assert np.abs(values - expected(TEXTS[0], "last")).max() < 1e-5
 
 
-def test_grpc_embeds_with_prefill_alone(idle: ProcessCluster) -> None:
+def test_grpc_embeds_with_prefill_alone(shallow_idle: ProcessCluster) -> None:
     message = inference_pb2.EmbedRequest(
         inputs=[inference_pb2.EmbedInput(text=text) for text in TEXTS[:2]],
         pooling=inference_pb2.POOLING_MEAN,
         unnormalized=True,
         request_id="embedded",
     )
-    with grpc.insecure_channel(idle.address) as channel:
+    with grpc.insecure_channel(shallow_idle.address) as channel:
         answer = inference_pb2_grpc.InferenceStub(channel).Embed(message, timeout=60)
     for each, text in zip(answer.embeddings, TEXTS[:2], strict=True):
         vector = np.array(each.values)
         assert np.linalg.norm(vector) > 2.0
         assert np.abs(vector / np.linalg.norm(vector) - expected(text, "mean")).max() < 1e-5
-    with idle.client() as client:
+    with shallow_idle.client() as client:
         timing = client.timing("embedded")
     assert [each.decode_worker for each in timing.answers] == ["", ""]
 
 
-def test_a_cancelled_call_leaves_nothing_behind(idle: ProcessCluster) -> None:
-    inputs = [inference_pb2.EmbedInput(text=LONG + str(place)) for place in range(8)]
+def test_a_cancelled_call_leaves_nothing_behind(shallow_idle: ProcessCluster) -> None:
+    inputs = [inference_pb2.EmbedInput(text=LONG + str(place)) for place in range(24)]
     message = inference_pb2.EmbedRequest(inputs=inputs, pooling=inference_pb2.POOLING_MEAN)
-    with grpc.insecure_channel(idle.address) as channel:
+    with grpc.insecure_channel(shallow_idle.address) as channel:
         calling = inference_pb2_grpc.InferenceStub(channel).Embed.future(message, timeout=60)
-        with idle.client() as client:
+        with shallow_idle.client() as client:
             while not client.status().active_requests:
                 time.sleep(0.01)
         assert calling.cancel()
-    idle.wait_idle()
+    shallow_idle.wait_idle()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_checks import assert_close, types_for
+from pools import CUDA
 from tiny_models import TINY_MODELS, save
 from torch import Tensor
 
@@ -40,7 +41,8 @@ from baton.kernels.gpu.splits import SplitWorkspace
 SIZES = [
     LatentSizes(4, 32, 8, 16, 12, scale=0.2, epsilon=1e-6),
     LatentSizes(18, 40, 16, 24, 20, scale=0.15, epsilon=1e-6),
-    LatentSizes(16, 512, 64, 128, 128, scale=0.07, epsilon=1e-6),
+    # The interpreter pays by head.
+    LatentSizes(16 if CUDA else 2, 512, 64, 128, 128, scale=0.07, epsilon=1e-6),
 ]
 LAYERS = 2
 

@@ -238,7 +238,7 @@ def test_a_forced_call_is_one_that_its_parser_reads(
     bounded = Tool(ADD.name, parameters=ADD.parameters[:-1] + ', "additionalProperties": false}')
     chat = ChatPrompt((), (bounded, SAY), must_call=True, allowed_tools=(name,) if name else ())
     structure = AnswerFormat(form, reasoning=False).forced_call(chat, lambda mark: None)
-    for seed in range(4):
+    for seed in range(2):
         warm = Sampling(temperature=1.0, seed=seed)
         (answer,) = write(engine, [begin(engine, work(structure, warm))])
         parser = splitter_for(AnswerFormat(form, reasoning=False), chat, thinking=False, new_id=str)
