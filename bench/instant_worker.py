@@ -32,7 +32,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 LOAD_SECONDS = 0.2
 CONTEXT_LENGTH = 8192
-PROMPTS = ("prefill", "compute")
 EMBEDDING = struct.pack("<2f", 3.0, 4.0)
 
 
@@ -104,7 +103,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         ]
         try:
             async for message in requests:
-                if self._pace.prefill_seconds and message.WhichOneof("kind") in PROMPTS:
+                if self._pace.prefill_seconds and _is_prompt(message):
                     tasks.append(asyncio.ensure_future(self._reply_later(context, message)))
                     continue
                 for answer in self._replies(message):
@@ -114,9 +113,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 task.cancel()
 
     async def _reply_later(self, context: Context, message: pb.RouterMessage) -> None:
-        """Inputs of the embedding model are still embedded at once."""
-        if not message.prefill.work.pooling:  # or a prompt for a decode worker
-            await asyncio.sleep(self._pace.prefill_seconds)
+        await asyncio.sleep(self._pace.prefill_seconds)
         for answer in self._replies(message):
             await self._write(context, answer)
 
@@ -238,6 +235,12 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
             pool=PoolAddress(agent=self._name, layout=PoolLayout(model="instant", page_size=16)),
             total_pages=1_000_000,
         )
+
+
+def _is_prompt(message: pb.RouterMessage) -> bool:
+    """Whether it is to be computed; inputs of the embedding model are embedded at once."""
+    kind = message.WhichOneof("kind")
+    return kind == "compute" or (kind == "prefill" and not message.prefill.work.pooling)
 
 
 def _wanted(work: pb.Work) -> int:

@@ -78,6 +78,12 @@ async def first_token(
     return seconds * 1000, kind
 
 
+async def used_memory(connection: RedisConnection) -> int:
+    reply = await connection.send("INFO", "memory")
+    assert isinstance(reply, bytes)
+    return int(reply.partition(b"used_memory:")[2].split()[0])
+
+
 async def fill(url: str, asked: Question, entries: int, sets: int) -> None:
     """Adds random questions to the scope of one that was asked, and to others.
 
@@ -94,7 +100,10 @@ async def fill(url: str, asked: Question, entries: int, sets: int) -> None:
             options = ("CAS", "Q8", "EF", str(LINKED), "SETATTR", vector)
             await connection.send("VADD", name, "FP32", vector, member, *options)
 
+    before = await used_memory(connections[0])
     await asyncio.gather(*(add(each, entries // CONNECTIONS) for each in connections))
+    grown = await used_memory(connections[0]) - before
+    print(f"{entries} questions in {sets} vector sets, {grown / entries:,.0f} bytes each")
     for each in connections:
         each.close()
 
@@ -136,7 +145,6 @@ async def measure(arguments: argparse.Namespace, redis: RedisServer) -> None:
             await first_token(stubs["semantic"], question(number, "is asked again"), ONLY)
             for number in range(requests)
         ]
-    print(f"{entries} questions in {arguments.sets} vector sets")
     print(f"{'milliseconds to the first token':<32}     p50      p90      p99")
     for name, taken in misses.items():
         show(f"miss, {name}", taken)
