@@ -18,13 +18,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import re
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import uvloop
@@ -101,17 +103,38 @@ def write_tenants(path: Path) -> dict[str, str]:
 async def instant_cluster(folder: Path, ttft: float) -> AsyncIterator[Target]:
     path = folder / "keys.yaml"
     keys = write_tenants(path)
-    workers = instant_workers()
-    members = [Process(0, await worker.start()) for worker in workers]
     tree = {"model": model_store.EMBEDDED, **router_settings(path, INSTANT_QUEUE_SECONDS, ttft)}
-    running = processes.router(folder, tree, members)
-    router = await asyncio.to_thread(running.__enter__)
-    try:
+    with contextlib.ExitStack() as running:
+        addresses = await asyncio.to_thread(running.enter_context, workers_apart())
+        members = [Process(0, address) for address in addresses]
+        routing = processes.router(folder, tree, members)
+        router = await asyncio.to_thread(running.enter_context, routing)
         yield Target(router, INSTANT_SHAPE, keys, DECODE_WORKERS * SLOTS * 5 // 4)
+
+
+@contextlib.contextmanager
+def workers_apart() -> Iterator[list[str]]:
+    """The addresses of workers in a process of their own: what they send must not hold up calls."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=run_workers, args=(theirs,))
+    process.start()
+    try:
+        yield mine.recv()
     finally:
-        await asyncio.to_thread(running.__exit__, None, None, None)
+        mine.send("stop")
+        process.join()
+
+
+def run_workers(pipe: Connection) -> None:
+    async def run() -> None:
+        workers = instant_workers()
+        pipe.send([await worker.start() for worker in workers])
+        await asyncio.to_thread(pipe.recv)
         for worker in workers:
             await worker.stop()
+
+    uvloop.run(run())
 
 
 def instant_workers() -> list[InstantWorker]:
