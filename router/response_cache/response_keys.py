@@ -40,7 +40,8 @@ def response_key(request: Request, work: Work, model: bytes) -> ResponseKey | No
     tenant = tenant_digest(request.tenant)
     model += work.adapter_digest
     tokens = array("I", work.prompt_tokens).tobytes()
-    digest = _digest(b"baton-response", tenant, model, _decisive(request, work), tokens)
+    decisive = _decisive(request, work, work.max_tokens)
+    digest = _digest(b"baton-response", tenant, model, decisive, tokens)
     return ResponseKey(tenant, digest)
 
 
@@ -54,17 +55,17 @@ def question_of(request: Request, work: Work, model: bytes, embedder: bytes) -> 
     last = chat.messages[-1]
     if last.role != "user" or chat.end != "open" or not last.content.strip():
         return None
-    # Without a limit of the caller's, the room that a question leaves would be in its scope.
-    limited = replace(work, max_tokens=request.max_tokens or 0)
     context = replace(chat, messages=(*chat.messages[:-1], replace(last, content="")))
-    decisive = _decisive(request, limited) + repr(request.truncate_prompt_tokens).encode()
+    # Without a limit of the caller's, the room that a question leaves would be in its scope.
+    decisive = _decisive(request, work, request.max_tokens or 0)
+    decisive += repr(request.truncate_prompt_tokens).encode()
     tenant = tenant_digest(request.tenant)
     model += work.adapter_digest
     parts = (tenant, model, embedder, decisive, repr(context).encode(errors="surrogatepass"))
     return Question(last.content, tenant, _digest(b"baton-scope", *parts))
 
 
-def _decisive(request: Request, work: Work) -> bytes:
+def _decisive(request: Request, work: Work, max_tokens: int) -> bytes:
     """What decides answers beside the prompt, the model and the tenant."""
     sampling = work.sampling
     chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
@@ -76,8 +77,8 @@ def _decisive(request: Request, work: Work) -> bytes:
         request.skip_special_tokens,
         [tool.name for tool in chat.callable_tools] if chat else None,
         # Greedy answers are the same for all seeds.
-        replace(sampling, seed=0) if sampling.greedy else sampling,
-        work.max_tokens,
+        replace(sampling, seed=0) if sampling.greedy and sampling.seed else sampling,
+        max_tokens,
         sorted(work.stop_token_ids),
         work.logprobs,
         work.prompt_logprobs,
