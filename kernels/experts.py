@@ -154,7 +154,7 @@ class Experts:
 def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """logits [rows, outputs], float32 -> experts and their weights, both [rows, per_row]."""
     own = logits[:, : routing.experts]
-    scores = own.softmax(dim=-1) if routing.scores == "softmax" else own.sigmoid()
+    scores = own.softmax(dim=-1) if routing.scores == "softmax" else _sigmoid(own)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
         ranked = _in_best_groups(ranked, routing)
@@ -166,8 +166,13 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
     if not routing.shared:
         return chosen, weights
     ids = torch.arange(routing.experts, routing.every).expand(len(logits), -1)
-    gates = logits[:, routing.experts :].sigmoid() if routing.shared_gate else weights.new_ones(1)
+    gates = _sigmoid(logits[:, routing.experts :]) if routing.shared_gate else weights.new_ones(1)
     return torch.cat((chosen, ids), 1), torch.cat((weights, gates.expand(ids.shape)), 1)
+
+
+def _sigmoid(values: Tensor) -> Tensor:
+    """Of each number alone: torch's sigmoid has other bits for a tensor's last few."""
+    return torch.stack((values, torch.zeros_like(values)), dim=-1).softmax(dim=-1)[..., 0]
 
 
 def _in_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
