@@ -92,8 +92,7 @@ def guess_attention(
         num_stages=tiles_ahead(rows // ROWS_OF_SEQUENCE, tile * block_d * qkv.itemsize),
     )
     if programs > 1:
-        extents = blocks, together
-        merge_splits(extents, workspace, programs, shape.heads, shape.window or 0, out)
+        merge_splits(blocks, workspace, programs, shape.heads, shape.window or 0, out)
     return out
 
 

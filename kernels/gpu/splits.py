@@ -63,37 +63,37 @@ def split_rows(batch: int, context: int, heads: int, kv_heads: int) -> int:
     return max(shared, default=0) * heads * triton.cdiv(context, SPLIT)
 
 
-Extents = Tensor | tuple[Tensor, int]
-"""What programs attend: positions [B] of one row each, or blocks [n, 4] of up to so many rows (see
-kernels/gpu/guess_attention.py)."""
-
-
 def merge_splits(
-    extents: Extents,
+    extents: Tensor,
     workspace: SplitWorkspace,
     programs: int,
     heads: int,
     window: int,
     out: Tensor,
 ) -> None:
-    """What so many programs have left for each row -> out [B, heads * dim]."""
+    """What so many programs have left for each row -> out [B, heads * dim].
+
+    Extents are positions [B], one for each row, or blocks [n, 4] of rows in their order (see
+    kernels/gpu/guess_attention.py).
+    """
     dim = workspace.sums.shape[1]
     block_d = max(16, triton.next_power_of_2(dim))
-    read, together = (extents, 0) if isinstance(extents, Tensor) else extents
-    _merge[(len(read) * max(together, 1), heads)](
-        read,
+    blocks = 0 if extents.dim() == 1 else triton.next_power_of_2(len(extents))
+    _merge[(len(out) if blocks else len(extents), heads)](
+        extents,
         workspace.sums,
         workspace.weights,
         out,
         window,
         workspace.splits,
         programs,
+        len(extents),
         HEADS=heads,
         DIM=dim,
         BLOCK_D=block_d,
         SPLIT=SPLIT,
         COUNT=MERGED_TOGETHER,
-        TOGETHER=together,
+        BLOCKS=blocks,
         num_warps=4 if block_d <= 256 else 8,
         enable_fp_fusion=False,
     )
@@ -113,7 +113,8 @@ def _unstack(x, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["splits", "programs"], do_not_specialize_on_alignment=["extents_pointer"]
+    do_not_specialize=["splits", "programs", "blocks"],
+    do_not_specialize_on_alignment=["extents_pointer"],
 )
 def _merge(
     extents_pointer,
@@ -123,25 +124,28 @@ def _merge(
     window,
     splits,
     programs,
+    blocks,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     COUNT: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """One head of one row: what its first program has merged, then each further split."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    if TOGETHER == 0:
+    if BLOCKS == 0:
         position = tl.load(extents_pointer + sequence)
         earliest = position
     else:
-        entry = extents_pointer + sequence // TOGETHER * 4
-        earliest, count = tl.load(entry + 1), tl.load(entry + 2)
-        number = sequence % TOGETHER
+        block = tl.arange(0, BLOCKS)
+        entries = extents_pointer + block * 4
+        counts = tl.load(entries + 2, mask=block < blocks, other=0)
+        begins = tl.load(entries, mask=block < blocks, other=0)
+        holds = (begins <= sequence) & (sequence < begins + counts)
+        earliest = tl.sum(tl.where(holds, tl.load(entries + 1, mask=holds, other=0), 0))
         # All rows of a block have its splits; those that a row does not see have no weight.
-        position = tl.where(number < count, earliest + count - 1, -1)
-        sequence = tl.load(entry) + number
+        position = earliest + tl.sum(tl.where(holds, counts, 0)) - 1
     first = tl.maximum(earliest - window + 1, 0) if window > 0 else 0
     active = position // SPLIT - first // SPLIT + 1
     if position >= 0:
