@@ -56,17 +56,16 @@ class LinearTiling:
 STAGE_BYTES = 224 << 10
 """Of a multiprocessor's shared memory, for what a program loads ahead."""
 
-NARROW = LinearTiling(32, 256, 4, 6)
 MIDDLE = LinearTiling(64, 128, 4, 6)
 SHALLOW = LinearTiling(64, 64, 4, 8)
 WIDE = LinearTiling(128, 128, 8, 3)
 """Measured on an H200, for 1 to 32 rows of Llama 3.2 1B, Phi 3 mini and Llama 3.1 8B."""
 
 
-def tiling_for(outputs: int, rows: int) -> LinearTiling:
+def tiling_for(outputs: int) -> LinearTiling:
     """Few outputs need small tiles to fill the chip; many are read faster in large ones."""
     if outputs < 8192:
-        return NARROW if outputs < 4096 and rows <= 16 else MIDDLE
+        return MIDDLE
     return SHALLOW if outputs < 12288 else WIDE
 
 
@@ -163,7 +162,7 @@ def _launch(
         tiling, (codes, column_scales) = fp8_tiling_for(outputs, rows), weight
         x_codes, row_scales = fp8_rows(x)
     else:
-        tiling, codes, column_scales = tiling_for(outputs, rows), weight, x
+        tiling, codes, column_scales = tiling_for(outputs), weight, x
         x_codes, row_scales = x, x
     programs, threads = triton.cdiv(outputs, tiling.outputs), 32 * tiling.warps
     piece = piece_for(extras.ahead, programs * threads)

@@ -31,7 +31,12 @@ SPLITS = 8
 LEAST_SPLIT = 512
 """Inputs of such a program at least."""
 
-EXPAND_COLUMNS = 128
+EXPAND_COLUMNS, MOST_TURNS = 128, 4
+"""Columns of a product that a program of expand adds to at once, and how many times at most: what
+shrink left of its rows is read and added up once."""
+
+EXPAND_PROGRAMS = 1024
+"""Programs that fill the chip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,10 @@ def expand_onto(product: Tensor, shrunk: Shrunk) -> None:
     stack, rows = shrunk.stack, shrunk.rows
     first_end, second_end = stack.inner_ends
     count, outputs = product.shape
-    _expand_onto[(len(rows.tiles), triton.cdiv(outputs, EXPAND_COLUMNS))](
+    blocks = triton.cdiv(outputs, EXPAND_COLUMNS)
+    spare = len(rows.tiles) * blocks // EXPAND_PROGRAMS
+    turns = min(MOST_TURNS, triton.next_power_of_2(spare + 1) // 2) or 1
+    _expand_onto[(len(rows.tiles), triton.cdiv(blocks, turns))](
         product,
         stack.b,
         shrunk.parts,
@@ -138,6 +146,7 @@ def expand_onto(product: Tensor, shrunk: Shrunk) -> None:
         SPLITS=shrunk.parts.shape[0],
         PARTS=shrunk.parts.shape[1],
         RANK=stack.rank,
+        TURNS=turns,
         BLOCK_M=TILE_ROWS,
         BLOCK_N=EXPAND_COLUMNS,
         num_warps=4,
@@ -215,26 +224,32 @@ def _expand_onto(
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     slot, row, inside = _tile(order_pointer, tiles_pointer, tl.program_id(0), BLOCK_M)
     if slot < 0:
         return
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = product_pointer + row.to(tl.int64)[None, :] * outputs + column[:, None]
-    mask = inside[None, :] & (column < outputs)[:, None]
-    product = tl.load(at, mask=mask, other=0.0)
-    b_at = b_pointer + slot.to(tl.int64) * slot_stride + column[:, None] * RANK
-    b_at += tl.arange(0, RANK)[None, :]
-    added = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    first, last = _parts_of(tl.program_id(1) * BLOCK_N, BLOCK_N, outputs, FIRST_END, SECOND_END)
-    for part in range(first, last + 1):
-        x = _shrunk_rows(shrunk_pointer, part, row, inside, rows, SPLITS, PARTS, RANK)
-        own = (column < outputs) & (_part_of(column, FIRST_END, SECOND_END) == part)
-        b = tl.load(b_at, mask=own[:, None], other=0.0)
-        added = tl.dot(b, x.to(b.dtype), added, input_precision="ieee")
-    tl.store(at, (product.to(tl.float32) + added).to(product.dtype), mask=mask)
+    rank = tl.arange(0, RANK)[None, :]
+    held, x = -1, tl.zeros([RANK, BLOCK_M], dtype=b_pointer.dtype.element_ty)
+    for turn in range(TURNS):
+        start = (tl.program_id(1) * TURNS + turn) * BLOCK_N
+        column = start + tl.arange(0, BLOCK_N)
+        at = product_pointer + row.to(tl.int64)[None, :] * outputs + column[:, None]
+        mask = inside[None, :] & (column < outputs)[:, None]
+        product = tl.load(at, mask=mask, other=0.0)
+        added = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        first, last = _parts_of(start, BLOCK_N, outputs, FIRST_END, SECOND_END)
+        for part in range(first, last + 1):
+            if part != held:
+                x = _shrunk_rows(shrunk_pointer, part, row, inside, rows, SPLITS, PARTS, RANK)
+                x, held = x.to(b_pointer.dtype.element_ty), part
+            own = (column < outputs) & (_part_of(column, FIRST_END, SECOND_END) == part)
+            b_at = b_pointer + slot.to(tl.int64) * slot_stride + column[:, None] * RANK + rank
+            b = tl.load(b_at, mask=own[:, None], other=0.0)
+            added = tl.dot(b, x, added, input_precision="ieee")
+        tl.store(at, (product.to(tl.float32) + added).to(product.dtype), mask=mask)
 
 
 @triton.jit
