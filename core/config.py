@@ -137,8 +137,8 @@ class Config:
         "auto",
         "Guess tokens that a step then checks, as long as that is predicted to be faster: ngram"
         " guesses what followed the same tokens before, in prompt or answer; draft has a smaller"
-        " model guess too (`draft_model`). No answer changes. auto: ngram on CPUs, where an"
-        " answer's bits do not depend on what else runs. On a GPU not draft yet.",
+        " model guess too (`draft_model`). No answer changes. auto: ngram, where an answer's bits"
+        " do not depend on what else runs. On a GPU not draft yet.",
         "--speculation",
     )
     draft_model: str = key(
@@ -256,7 +256,6 @@ def settle(config: Config, device: str) -> Config:
     prefill, decode = config.prefill, config.decode
     return dataclasses.replace(
         config,
-        speculation="off" if gpu and config.speculation == "auto" else config.speculation,
         gpu_memory=config.gpu_memory or GPU_MEMORY,
         prefill=dataclasses.replace(
             prefill,

@@ -109,9 +109,12 @@ class Engine:
 
     @property
     def has_independent_rows(self) -> bool:
-        """Whether no row of a step on this CPU depends on the other rows."""
-        native = isinstance(self.architecture, Architecture)
-        return native and compiler.suits(self.dtype, self.kv.device)
+        """Whether no row of a step depends on the other rows."""
+        if self.kv.device.type == "cpu":
+            invariant = compiler.suits(self.dtype, self.kv.device)
+        else:
+            invariant = self.gpu.numerics == "invariant"
+        return invariant and isinstance(self.architecture, Architecture)
 
     @classmethod
     def load(

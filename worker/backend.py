@@ -84,8 +84,6 @@ class Backend:
         if config.speculation == "draft" and self._device != "cpu":
             raise InvalidConfig("draft runs on CPUs only so far", field="speculation")
         self._config = settle(config, self._device)
-        if config.speculation != self._config.speculation:
-            log.info("speculation: off on GPUs, unless it is set")
         self._worker_id = worker_id
         self._inbox = inbox
         self._outbox = outbox
@@ -251,8 +249,13 @@ class Backend:
             share=prefill.gpu_share if role is Role.PREFILL else 1.0,
             numerics=self._config.numerics,
             adapters=self._adapter_room(),
-            guesses=self._config.speculation != "off",
+            guesses=self._may_guess(),
         )
+
+    def _may_guess(self) -> bool:
+        if self._config.speculation == "auto":
+            return self._config.numerics == "invariant"
+        return self._config.speculation != "off"
 
     def _adapter_room(self) -> AdapterRoom | None:
         config = self._config

@@ -71,8 +71,6 @@ async def test_tokens_are_the_same_computed_and_cached(
         await ask_all(client, expected)
         assert await ask_all(client, expected) > 0
     assert cluster.metric("prefill-0", metrics.COMPUTED_TOKENS) > 0
-    decoding = ("decode-0", "decode-1")
-    assert sum(cluster.metric(worker, metrics.ACCEPTED_TOKENS) for worker in decoding) > 0
     cluster.wait_idle()
 
 
