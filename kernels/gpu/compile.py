@@ -27,7 +27,8 @@ def compiling() -> Iterator[None]:
     All are compiled at its end. Results are left as they were allocated: nothing may index with
     them, other than kernels. Other threads launch as always.
     """
-    launch, here = JITFunction.__getitem__, threading.get_ident()
+    launch, parse, here = JITFunction.__getitem__, JITFunction.parse, threading.get_ident()
+    parsing = threading.Lock()
 
     def compile_or_launch(kernel: Any, grid: object) -> Callable[..., Any]:
         if threading.get_ident() == here:
@@ -35,9 +36,18 @@ def compiling() -> Iterator[None]:
         started: Callable[..., Any] = launch(kernel, grid)
         return started
 
-    with ThreadPoolExecutor(THREADS) as threads, triton.AsyncCompileMode(threads):
-        JITFunction.__getitem__ = compile_or_launch
-        try:
-            yield
-        finally:
-            JITFunction.__getitem__ = launch
+    def parse_alone(kernel: Any) -> Any:
+        # Two threads that parse at once fail up to Python 3.11.7 (gh-106905).
+        with parsing:
+            return parse(kernel)
+
+    JITFunction.parse = parse_alone
+    try:
+        with ThreadPoolExecutor(THREADS) as threads, triton.AsyncCompileMode(threads):
+            JITFunction.__getitem__ = compile_or_launch
+            try:
+                yield
+            finally:
+                JITFunction.__getitem__ = launch
+    finally:
+        JITFunction.parse = parse

@@ -11,10 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +34,7 @@ from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.step import Plan
 from baton.engine.weights import load_model
-from baton.kernels.gpu import compile, hopper_chunks, hopper_latents, long_attention
+from baton.kernels.gpu import hopper_chunks, hopper_latents, long_attention
 from baton.kernels.gpu.chunk_attention import merge_attended
 from baton.kernels.gpu.compile import compiling
 from baton.kernels.gpu.experts import sum_parts
@@ -57,15 +54,6 @@ CASES: tuple[tuple[dict[str, object], WeightQuantization, KvDtype, Numerics], ..
     (SHORT_LATENTS, "none", "auto", Numerics.FAST),
     (SHAPE | {"model_type": "olmo2"}, "none", "auto", Numerics.INVARIANT),
 )
-
-
-class AtOnce(ThreadPoolExecutor):
-    """In this thread: two that parse Python at once break it up to 3.11.7 (gh-106905)."""
-
-    def submit(self, function: Callable[..., Any], *args: Any, **named: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(function(*args, **named))
-        return done
 
 
 def first_slots(plan: Plan) -> Ints:
@@ -149,7 +137,6 @@ def main(folders: list[str]) -> None:
     driver.set_active(Driver())
     translation = Translation()
     torch.mm, torch.bmm = multiply, multiply_batches
-    compile.ThreadPoolExecutor = AtOnce  # type: ignore[attr-defined,misc]
     compiled: list[str] = []
     knobs.runtime.jit_post_compile_hook = lambda *, fn, key, **_: compiled.append(
         f"{fn.name} {key}"
