@@ -165,7 +165,8 @@ class Callers:
 
 async def call_http(address: str, key: str, shape: Shape) -> tuple[int, float, bool]:
     """Status, seconds and whether there was a Retry-After, of one call."""
-    body = {"prompt": [1000] * shape.prompt_tokens, "max_tokens": shape.answer_tokens}
+    prompt = random.choices(VOCABULARY, k=shape.prompt_tokens)
+    body = {"prompt": prompt, "max_tokens": shape.answer_tokens}
     content = json.dumps(body)
     head = (
         "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n"
