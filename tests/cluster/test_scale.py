@@ -8,13 +8,14 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import yaml
-from serving import MODEST, Serve
+from serving import MODEST, START_SECONDS, Serve
 from tiny_models import TINY_MODELS, save
 
 from baton import Answer, InvalidRequest, RoleRefused, Unavailable
@@ -191,14 +192,21 @@ def test_pools_that_are_scaled_at_the_same_time_are_both_scaled(serve: Serve) ->
     serve.wait_pools(2, 2)
 
 
+def plan_with(serve: Serve, text: str) -> list[str]:
+    """What `baton plan` says once it says that: the planner looks again every few seconds."""
+    deadline = time.monotonic() + START_SECONDS
+    while text not in (told := serve.ask("plan")):
+        assert time.monotonic() < deadline, told
+    return told.splitlines()
+
+
 def test_the_planner_says_what_it_sees(serve: Serve) -> None:
     with Load(serve).running():
         for prompt in PROMPTS:
             answer(serve, prompt)
-        told = serve.ask("plan").splitlines()
+        told = plan_with(serve, "answers/s")
     assert told[0].startswith("the planner only reports what it would do")
     assert "now" in told[1]
-    assert any("answers/s" in line for line in told)
 
 
 def test_a_worker_that_was_killed_has_kept_its_role(serve: Serve) -> None:
