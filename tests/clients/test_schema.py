@@ -30,6 +30,7 @@ EXCLUDED = {
         "/detokenize",
         "/v1/load_lora_adapter",
         "/v1/models/load",
+        "/v1/models/unload",
     )
 }
 # In a form, an empty list in place of a number is nothing.
