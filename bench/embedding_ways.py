@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,9 @@ def encoder_by_others(folder: Path, device: torch.device) -> tuple[str, Embed]:
     """sentence-transformers where it is installed, or else transformers, and its name."""
     if importlib.util.find_spec("sentence_transformers"):
         library: Any = importlib.import_module("sentence_transformers")
-        encode: Embed = library.SentenceTransformer(str(folder), device=str(device)).encode
-        return "sentence-transformers", encode
+        found = library.SentenceTransformer(str(folder), device=str(device))
+        # A folder of random weights does not say that vectors are normalized.
+        return "sentence-transformers", partial(found.encode, normalize_embeddings=True)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
 
     def mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
