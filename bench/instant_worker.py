@@ -56,6 +56,7 @@ class Pace:
 class _Answer:
     stream: int
     left: int
+    prompt: Sequence[pb.Logprobs]  # that are still to be sent
 
 
 class InstantWorker(worker_pb2_grpc.WorkerServicer):
@@ -137,7 +138,8 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 self._waiting[AttemptKey(work.request_id, work.epoch)] = work
                 return self._reservations()
             case "compute":
-                self._begin(message.compute.work, _wanted(message.compute.work))
+                work = message.compute.work
+                self._begin(work, _wanted(work), _prompt_logprobs(work))
             case "release":
                 key = AttemptKey(message.release.request_id, message.release.epoch)
                 self._answers.pop(key, None)
@@ -163,12 +165,13 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 token=self._pace.token,
                 finish_reason=_finish(_wanted(work) - 1),
                 embedding=self._pace.embed(work.prompt_tokens) if work.pooling else b"",
+                prompt_logprobs=_prompt_logprobs(work),
             )
         )
 
-    def _begin(self, work: pb.Work, tokens: int) -> None:
+    def _begin(self, work: pb.Work, tokens: int, prompt: Sequence[pb.Logprobs] = ()) -> None:
         key = AttemptKey(work.request_id, work.epoch)
-        self._answers[key] = _Answer(work.prompt_tokens[0], tokens)
+        self._answers[key] = _Answer(work.prompt_tokens[0], tokens, prompt)
         self._begun.set()
 
     async def _step_on(self, context: Context) -> None:
@@ -202,7 +205,9 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 epoch=key.epoch,
                 token_ids=[self._pace.token],
                 finish_reason=_finish(answer.left),
+                prompt_logprobs=answer.prompt,
             )
+            answer.prompt = ()
             if not answer.left:
                 del self._answers[key]
         now = time.monotonic()
@@ -241,6 +246,12 @@ def _is_prompt(message: pb.RouterMessage) -> bool:
     """Whether it is to be computed; inputs of the embedding model are embedded at once."""
     kind = message.WhichOneof("kind")
     return kind == "compute" or (kind == "prefill" and not message.prefill.work.pooling)
+
+
+def _prompt_logprobs(work: pb.Work) -> list[pb.Logprobs]:
+    """Of all tokens but the first, if they are asked for."""
+    count = len(work.prompt_tokens) - 1 if work.HasField("prompt_logprobs") else 0
+    return [pb.Logprobs()] * count
 
 
 def _wanted(work: pb.Work) -> int:
