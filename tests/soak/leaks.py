@@ -16,6 +16,8 @@ MORE_FILES, MORE_THREADS = 24, 12
 # Allocators keep what the busiest moment needed.
 MORE_MEMORY = 160 << 20
 ALLOWED = {"files": MORE_FILES, "threads": MORE_THREADS, "memory": MORE_MEMORY}
+# Ray's log monitor has two files open for each process that its session ever started, up to 200.
+LOG_MONITOR = "log_monitor.py"
 # Samples in which a process still loads its model, and those that show a trend.
 STARTING, ENOUGH = 30, 60
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -46,7 +48,11 @@ def measure(processes: dict[int, str]) -> dict[int, Held]:
 
 
 def _kind(title: str) -> str:
-    return title if title.startswith("ray::") else Path(title.split(" ")[0]).name
+    """An actor's title, or the name of a program or of Python's script."""
+    if title.startswith("ray::"):
+        return title
+    names = [Path(each).name for each in title.split(" ")]
+    return next((each for each in names if each.endswith(".py")), names[0])
 
 
 def grown(before: dict[int, Held], after: dict[int, Held]) -> Iterator[str]:
@@ -56,6 +62,8 @@ def grown(before: dict[int, Held], after: dict[int, Held]) -> Iterator[str]:
         if not kin:
             continue
         for name, more in ALLOWED.items():
+            if (now.title, name) == (LOG_MONITOR, "files"):
+                continue
             then, found = max(getattr(held, name) for held in kin), getattr(now, name)
             if found > then + more:
                 yield f"{now.title} ({pid}) holds {found:,} {name}, its kind held {then:,}"
