@@ -13,9 +13,8 @@ import pytest_asyncio
 from front_door import front_door
 
 from baton import AsyncClient, Exhausted, InvalidRequest, PromptTooLong
-from baton.core.bounds import MAX_REQUEST_BYTES
+from baton.core.bounds import MAX_REQUEST_BYTES, MAX_VALUES
 from baton.router.edges.http import http_server
-from baton.router.edges.http.endpoint import MAX_VALUES
 from baton.router.server import RouterServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -106,6 +105,7 @@ async def sent(door: RouterServer, head: bytes) -> tuple[int, str, str]:
     host, _, port = door.http_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(head)
+    await writer.drain()
     async with asyncio.timeout(10):
         answer = await reader.read()
     writer.close()
@@ -114,6 +114,28 @@ async def sent(door: RouterServer, head: bytes) -> tuple[int, str, str]:
     headers = dict(field.lower().split(": ", 1) for field in fields)
     message: str = json.loads(body)["error"]["message"]
     return int(status.split()[1]), headers["content-type"], message
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+LARGE = 3 * MAX_REQUEST_BYTES
+TOO_LARGE = {
+    "announced": POST + b"content-length: %d\r\n\r\n" % LARGE + b" " * LARGE,
+    "in chunks": POST
+    + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % LARGE
+    + b" " * LARGE
+    + b"\r\n0\r\n\r\n",
+    "not sent yet": POST + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % LARGE,
+    "endless": POST + b"content-length: %d\r\n\r\n" % 2**50 + b" ",
+}
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+async def test_a_client_that_sends_too_much_still_gets_its_answer(
+    door: RouterServer, case: str
+) -> None:
+    status, kind, message = await sent(door, TOO_LARGE[case])
+    assert (status, kind) == (413, "application/json")
+    assert f"at most {MAX_REQUEST_BYTES} bytes" in message
 
 
 WRONG_HEADS = {

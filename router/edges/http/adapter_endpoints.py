@@ -7,7 +7,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.endpoint import answered, json_response, parse_body
+from baton.router.edges.http.body import parse_body
+from baton.router.edges.http.endpoint import answered, json_response
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import RequestModel, about
 

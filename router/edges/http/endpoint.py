@@ -3,33 +3,23 @@
 A call that fails before its first token is answered with the error's status. After that the
 status is sent, and an error is a server-sent event called "error", which ends the stream. When the
 client disconnects, or does not read, the call is cancelled on every worker.
-
-A body has limits of size, time and number of values. Decoding JSON blocks every other call, even in
-a thread, since it holds the interpreter: 6 MiB of text take 0.02 s, the same in small values half a
-second. So values are counted first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic
 
-from pydantic_core import from_json
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.core.bounds import MAX_REQUEST_BYTES, MAX_VALUES, count_values
 from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.proto_json import Json
 from baton.core.tasks import cancel_all
@@ -39,8 +29,8 @@ from baton.router.edges.auth import SIMILARITY_HEADER, Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.answer_renderer import AnswerRenderer, Body, encode
+from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.completion_request import CompletionRequest
-from baton.router.edges.http.generation_request import MAX_NAME
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.request_model import shown
@@ -57,119 +47,7 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),  # for proxies
 )
 
-
-MAX_DIGITS = 4096
-"""Python refuses longer ones, which would take long."""
-
-SHORT_BYTES = 64 * 2**10
-BODY_SECONDS = 60.0
-
-Result = TypeVar("Result")
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
-
-
-@contextlib.asynccontextmanager
-async def arriving(seconds: float) -> AsyncIterator[None]:
-    """While a body is received: turns one that is late, or a client that has gone, into its
-    error."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise HTTPException(
-            408, "the body did not arrive in time", {"connection": "close"}
-        ) from None
-    except ClientDisconnect:
-        raise Cancelled("the client disconnected") from None
-
-
-async def parse_body(
-    http: HttpRequest,
-    parse: Callable[[Json], Result],
-    check_model: Callable[[str, Caller], object] | None = None,
-) -> Result:
-    """Applies `parse` to a body, after `check_model` to the model that it names. A long body is
-    decoded in a thread, so that other calls run."""
-    # A web page could send any other type here without its browser asking first.
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HTTPException(415, "the header Content-Type must be application/json")
-    if (coding := http.headers.get("content-encoding", "identity")).lower() != "identity":
-        raise HTTPException(
-            415,
-            f"the body must not be compressed: Content-Encoding is {shown(coding)}",
-            {"accept-encoding": "identity"},
-        )
-    async with arriving(BODY_SECONDS):
-        content = await _receive(http)
-
-    def decode() -> Result:
-        body = _decode(content)
-        if check_model:
-            check_model(_model_of(body), http.user)
-        return parse(body)
-
-    return await asyncio.to_thread(decode) if len(content) > SHORT_BYTES else decode()
-
-
-async def _receive(http: HttpRequest) -> bytes:
-    length = http.headers.get("content-length", "")
-    if length.isdigit() and int(length) > MAX_REQUEST_BYTES:
-        raise _too_large()
-    content = bytearray()
-    async for chunk in http.stream():
-        content += chunk
-        if len(content) > MAX_REQUEST_BYTES:
-            raise _too_large()
-    return bytes(content)
-
-
-def _too_large() -> HTTPException:
-    # The rest of the body is not received.
-    return HTTPException(
-        413, f"the body must have at most {MAX_REQUEST_BYTES} bytes", {"connection": "close"}
-    )
-
-
-def _decode(content: bytes) -> Json:
-    if count_values(content) > MAX_VALUES:
-        raise HTTPException(
-            413, f"the body must have at most {MAX_VALUES} values, of which a key counts as three"
-        )
-    try:
-        body = from_json(content, allow_inf_nan=False)
-    except ValueError:
-        body = _decode_slowly(content)
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return body
-
-
-def _decode_slowly(content: bytes) -> object:
-    """Accepts deeper nesting, and lone surrogates, whose field the model names."""
-    try:
-        return json.loads(
-            content.decode(), parse_constant=_refuse_constant, parse_int=_parse_integer
-        )
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _parse_integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number must have at most {MAX_DIGITS} digits")
-    return int(digits)
-
-
-def _model_of(body: Json) -> str:
-    """Checked before the rest of the body, which refuses what is no name."""
-    name = body.get("model")
-    return name if isinstance(name, str) and len(name) <= MAX_NAME else ""
 
 
 def request_id_of(http: HttpRequest, prefix: str = "") -> str:

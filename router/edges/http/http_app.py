@@ -37,6 +37,7 @@ from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import TargetGroup
 from baton.router.edges.http.batches.batch_endpoints import BatchEndpoints
 from baton.router.edges.http.batches.batch_store import BatchStore
+from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
 from baton.router.edges.http.choice_renderer import ChatRenderer, CompletionRenderer
 from baton.router.edges.http.embeddings import EmbeddingsRenderer
@@ -45,7 +46,6 @@ from baton.router.edges.http.endpoint import (
     GenerationEndpoint,
     answered,
     json_response,
-    parse_body,
     query_limit,
     request_id_of,
 )

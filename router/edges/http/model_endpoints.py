@@ -12,7 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from baton.router.edges.http.endpoint import answered, json_response, parse_body
+from baton.router.edges.http.body import parse_body
+from baton.router.edges.http.endpoint import answered, json_response
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import RequestModel, about
 from baton.router.followed_models import FollowedModels

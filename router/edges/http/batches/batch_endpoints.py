@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,13 +21,8 @@ from baton.core.errors import InvalidRequest, NotServed
 from baton.core.proto_json import Json
 from baton.router.edges.http.batches.batch_store import BatchObject, BatchStore
 from baton.router.edges.http.batches.file_store import FileObject, unknown
-from baton.router.edges.http.endpoint import (
-    answered,
-    arriving,
-    json_response,
-    parse_body,
-    query_limit,
-)
+from baton.router.edges.http.body import arriving, bounded, parse_body
+from baton.router.edges.http.endpoint import answered, json_response, query_limit
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import (
     RequestModel,
@@ -198,23 +193,13 @@ async def _form(http: HttpRequest) -> FormData:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HTTPException(415, "the header Content-Type must be multipart/form-data")
-    parser = MultiPartParser(http.headers, _bounded(http), max_files=1, max_fields=MAX_FORM_FIELDS)
+    chunks = bounded(http, MAX_FILE_BYTES, "a file", _MARGIN)
+    parser = MultiPartParser(http.headers, chunks, max_files=1, max_fields=MAX_FORM_FIELDS)
     try:
         async with arriving(UPLOAD_SECONDS):
             return await parser.parse()
     except MultiPartException as error:
         raise InvalidRequest(f"the body cannot be parsed: {error.message}") from None
-
-
-async def _bounded(http: HttpRequest) -> AsyncGenerator[bytes, None]:
-    size = 0
-    async for chunk in http.stream():
-        size += len(chunk)
-        if size > MAX_FILE_BYTES + _MARGIN:
-            raise HTTPException(
-                413, f"a file must have at most {MAX_FILE_BYTES} bytes", {"connection": "close"}
-            )
-        yield chunk
 
 
 def _expiry(form: FormData, longest: float) -> float:
