@@ -26,7 +26,7 @@ from baton.router.response_cache.redis_store import RedisStore, semantic_name, v
 from baton.router.response_cache.response_keys import Question
 
 SLACK = 0.01
-"""By which a similarity in 8 bits may be too small."""
+"""By which a similarity in 8 bits may be wrong."""
 CANDIDATES = 4
 """Nearest questions of a search: some may have lost their answers."""
 EXPLORED = 64
@@ -47,22 +47,28 @@ FIND = (
     _TOUCH
     + """
 local found = redis.call('VSIM', KEYS[1], 'FP32', ARGV[1], 'WITHSCORES',
-                         'COUNT', ARGV[3], 'EF', ARGV[4])
+                         'COUNT', ARGV[4], 'EF', ARGV[5])
+local answered = {}
 for place = 1, #found, 2 do
-  local request, score = found[place], found[place + 1]
-  if tonumber(score) < tonumber(ARGV[2]) then return false end
-  local value = redis.call('GET', ARGV[5] .. request)
+  local request, score = found[place], tonumber(found[place + 1])
+  if score < tonumber(ARGV[2]) then break end
+  local value = redis.call('GET', ARGV[6] .. request)
   if value then
-    use(ARGV[6] .. request)
-    return {request, value, redis.call('VGETATTR', KEYS[1], request)}
+    use(ARGV[7] .. request)
+    for _, each in ipairs({request, value, redis.call('VGETATTR', KEYS[1], request)}) do
+      table.insert(answered, each)
+    end
+    if score >= tonumber(ARGV[3]) then break end
+  else
+    redis.call('VREM', KEYS[1], request)
+    redis.call('ZREM', KEYS[2], ARGV[7] .. request)
   end
-  redis.call('VREM', KEYS[1], request)
-  redis.call('ZREM', KEYS[2], ARGV[6] .. request)
 end
-return false
+return answered
 """
 )
-"""A full Redis refuses to note the use (pcall), and still answers."""
+"""The questions that may be similar enough, up to the first that surely is. A full Redis refuses to
+note their use (pcall), and still answers."""
 
 ADD = (
     _TOUCH
@@ -101,15 +107,16 @@ class SimilarQuestions:
         tenant, scope = question.tenant, question.scope.hex().encode()
         reply = await self._store.look_up(
             *("EVAL", FIND, "2", *_names(question)),
-            *(vector, repr(_score(least - SLACK)), str(CANDIDATES), str(EXPLORED)),
+            *(vector, repr(_score(least - SLACK)), repr(_score(least + SLACK))),
+            *(str(CANDIDATES), str(EXPLORED)),
             *(value_name(ResponseKey(tenant, b"")), scope),
         )
-        if not isinstance(reply, list):
+        assert isinstance(reply, list)
+        triples = zip(reply[::3], reply[1::3], reply[2::3], strict=True)
+        found = [(cosine(vector, kept), request, value) for request, value, kept in triples]
+        if not found or (nearest := max(found))[0] < least:
             return None
-        request, value, kept = reply
-        similarity = cosine(vector, kept)
-        if similarity < least:
-            return None
+        similarity, request, value = nearest
         key = ResponseKey(tenant, bytes.fromhex(request.decode()))
         return SimilarQuestion(key, similarity, self._store.decrypt(value, key))
 

@@ -99,6 +99,18 @@ async def test_redis_and_numpy_agree_on_similarity(redis: RedisServer) -> None:
             assert found.cache.similarity == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.usefixtures("patient")
+async def test_the_nearest_is_found_where_eight_bits_cannot_tell(redis: RedisServer) -> None:
+    kept = [f"weather {number}" for number in range(12)]
+    async with opened(redis.url, semantic_similarity=0.5) as cache:
+        for number, text in enumerate(kept):
+            await cache.keep(text, number)
+        for text in (f"weather then {number}" for number in range(20)):
+            cosines = [_cosine(each, text) for each in kept]
+            found = await cache.find(text, least=max(cosines) - 1e-6)
+            assert found == np.argmax(cosines)
+
+
 def _cosine(one: str, other: str) -> float:
     a, b = vector(one), vector(other)
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
