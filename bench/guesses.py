@@ -1,6 +1,7 @@
 """Speculation on one GPU: what a step with guesses costs, and what guesses bring.
 
-    python -m bench.guesses [--config CONFIG_JSON] [--rows steps right nothing]
+    python -m bench.guesses [--config CONFIG_JSON] [--draft CONFIG_JSON]
+                            [--rows steps right nothing draft]
 
 Needs a GPU, torch and triton; no weights. The model has the shape of the config (Llama 3.1 8B's by
 default) and random bfloat16 weights; prompts are random tokens.
@@ -10,7 +11,9 @@ default) and random bfloat16 weights; prompts are random tokens.
 - right: tokens a second with a guesser that is right 80% of the time, against none. Depths are
   chosen, and steps wait or run ahead, as in a decode worker;
 - nothing: the same with guesses by n-grams where nothing repeats: tokens are drawn from nearly even
-  logits.
+  logits;
+- draft: with a draft model of another shape (Llama 3.2 1B's by default), whose guesses are made
+  right 80% of the time; then as they are, which is wrong. Each run begins with nothing known.
 
 Answers with guesses must be those without, or the run fails.
 """
@@ -29,16 +32,20 @@ from pathlib import Path
 
 import torch
 
+from baton.core.config import Config, settle
+from baton.core.config_values import Size
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.decode_worker.drafts import Offer
+from baton.decode_worker.draft_follower import Follower
+from baton.decode_worker.drafts import Drafts, Offer
 from baton.decode_worker.speculation import Speculation, most_guesses
+from baton.engine.draft_model import load_draft
 from baton.engine.engine import Engine
 from baton.engine.gpu.batch import step_arrays, upload
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import Plan
+from baton.engine.step import Drawn, Plan, token_and_logprobs
 from bench.decode_loop import DecodeLoop, Run, Workload
 from bench.gpu import CONFIGS, _event_ms
 
@@ -65,6 +72,23 @@ class Known(Speculation):
         right = answer[start : start + most_guesses(sequence)]
         guesses = [token if self._draw.random() < RIGHT else token ^ 1 for token in right]
         return Offer(guesses, [RIGHT ** (place + 1) for place in range(len(guesses))])
+
+
+class KnownDrafts(Drafts):
+    """A draft that computes its guesses, of which as many as RIGHT says are then made right."""
+
+    def __init__(self, draft: Engine, answers: list[list[int]]) -> None:
+        super().__init__(draft, draft.architecture.vocabulary_size, CHUNK_TOKENS)
+        self._answers = answers
+        self._draw = random.Random(0)
+
+    def _take(self, follower: Follower, drawn: Drawn) -> bool:
+        sequence, (_, logprobs) = follower.sequence, token_and_logprobs(drawn)
+        assert logprobs
+        token = self._answers[int(sequence.work.key.request_id)][sequence.generated]
+        right = self._draw.random() < RIGHT
+        follower.add(token if right else token ^ 1, logprobs.logprob)
+        return True
 
 
 class Always(Speculation):
@@ -208,17 +232,49 @@ def nothing(engine: Engine) -> None:
         compare(f"{batch} streams", *best_in_turn(engine, work, speculation))
 
 
-ROWS = {"steps": steps, "right": right, "nothing": nothing}
+def drafting(make: Callable[[], Drafts]) -> Speculation:
+    return Speculation(make(), runs_ahead=True)
+
+
+def draft(engine: Engine) -> None:
+    assert engine.draft
+    wrong = partial(Drafts, engine.draft, engine.architecture.vocabulary_size, CHUNK_TOKENS)
+    print(f"with a draft model, which is right {RIGHT:.0%} of the time\n{HEAD}")
+    for batch in (1, 8, 32):
+        work = Workload(prompts_of(engine, batch), ANSWER)
+        known = partial(KnownDrafts, engine.draft, run(engine, work, None).answers)
+        compare(f"{batch} streams", *best_in_turn(engine, work, partial(drafting, known)))
+    print(f"with a draft model, which is wrong\n{HEAD}")
+    for batch in (1, 8, 32):
+        work = Workload(prompts_of(engine, batch), ANSWER)
+        compare(f"{batch} streams", *best_in_turn(engine, work, partial(drafting, wrong)))
+
+
+def load_draft_of(config: Path, main: Engine) -> Engine:
+    settings = Config(
+        speculation="draft", weights="random", draft_kv_memory=Size(16 << 30), max_context=4096
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(config, Path(folder) / "config.json")
+        return load_draft(settle(settings, "cuda"), Path(folder), main)
+
+
+ROWS = {"steps": steps, "right": right, "nothing": nothing, "draft": draft}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--config", type=Path, default=CONFIGS / "llama-3.1-8b.json")
+    parser.add_argument("--draft", type=Path, default=CONFIGS / "llama-3.2-1b.json")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     options = parser.parse_args()
     began = time.perf_counter()
     engine = load(options.config)
     print(f"loaded and recorded in {time.perf_counter() - began:.1f} s", flush=True)
+    if "draft" in options.rows:
+        began = time.perf_counter()
+        engine.draft = load_draft_of(options.draft, engine)
+        print(f"draft loaded and recorded in {time.perf_counter() - began:.1f} s", flush=True)
     for name in options.rows:
         ROWS[name](engine)
 

@@ -138,7 +138,7 @@ class Config:
         "Guess tokens that a step then checks, as long as that is predicted to be faster: ngram"
         " guesses what followed the same tokens before, in prompt or answer; draft has a smaller"
         " model guess too (`draft_model`). No answer changes. auto: ngram, where an answer's bits"
-        " do not depend on what else runs. On a GPU not draft yet.",
+        " do not depend on what else runs.",
         "--speculation",
     )
     draft_model: str = key(

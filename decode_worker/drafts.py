@@ -16,19 +16,24 @@ likely the draft itself finds a guess says most about that.
 
 What is not predicted to pay, such as a prompt of which nothing is known yet, is paid for out of an
 account: it has what guesses have saved, and a small share of all time.
+
+On a GPU, where steps run ahead, the draft guesses behind tokens that the host must know. What a
+step that waits for them brings is predicted by the share of right guesses alone, and paid for by
+the same rules.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.errors import BatonError
 from baton.core.online_fit import OnlineFit
 from baton.core.types import Work
+from baton.decode_worker.draft_follower import ANY, ANY_SHARE, KINDS, Follower
 from baton.engine.acceptance import Acceptance
+from baton.engine.draft_model import MOST_BEHIND
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
@@ -36,18 +41,10 @@ from baton.engine.step import Drawn, Outcome, Plan, token_and_logprobs
 from baton.worker.step_pipeline import launch
 from baton.worker.step_record import StepRecord
 
-KINDS = ((0.3, 0.3), (0.6, 0.5), (0.85, 0.75), (0.97, 0.9), (2.0, 0.97))
-"""By the probability that the draft gives its guess, up to these: the share of right guesses that
-is assumed at first."""
-ANY, ANY_SHARE = len(KINDS), 0.7
-"""The kind of a guess that is not made yet."""
-
-STEP_SECONDS, ROW_SECONDS, CHUNK_SECONDS = 3e-3, 3e-4, 2e-4
+CPU_SECONDS, GPU_SECONDS = (3e-3, 3e-4, 2e-4), (1e-3, 1e-5, 5e-6)
 """Assumed until the draft's steps have been measured: a step, a row, a token of a longer chunk."""
 MEMORY = 200.0
 
-MOST_BEHIND = 16
-"""A request that has more tokens to catch up with is read before it is guessed."""
 ROOM = 1.5
 """A request is followed where there is room for so many times its tokens. So a prompt is not
 computed again and again in a full pool: its request has grown by half when it must give way."""
@@ -75,52 +72,6 @@ class Offer(NamedTuple):
     chances: list[float]
 
 
-@dataclass(slots=True, eq=False)
-class Follower:
-    """The draft's state of a request."""
-
-    sequence: Sequence  # with the draft's pages; its last tokens may be guesses
-    acceptance: Acceptance
-    known: int  # tokens that are the request's
-    kinds: list[int] = field(default_factory=list)  # of the guesses behind them
-    chances: list[float] = field(default_factory=list)
-    most: int = 0  # guesses that are wanted in this step
-    failed: bool = False  # the draft cannot compute it
-
-    @property
-    def guesses(self) -> list[int]:
-        return self.sequence.tokens[self.known :]
-
-    @property
-    def chance(self) -> float:
-        """That another guess and all before it are right."""
-        return (self.chances[-1] if self.chances else 1.0) * self.acceptance.share(ANY)
-
-    def follow(self, tokens: list[int]) -> int:
-        """Takes over the request's tokens. Returns how many guesses were right."""
-        right = 0
-        for kind, guess, token in zip(self.kinds, self.guesses, tokens[self.known :], strict=False):
-            self.acceptance.note(kind, right=guess == token)
-            self.acceptance.note(ANY, right=guess == token)
-            if guess != token:
-                break
-            right += 1
-        computed = min(self.sequence.computed, self.known + right, len(tokens) - 1)
-        self.sequence.tokens[self.known :] = tokens[self.known :]
-        self.sequence.computed = computed
-        self.known, self.kinds, self.chances = len(tokens), [], []
-        self.sequence.settle(computed)
-        return right
-
-    def add(self, token: int, logprob: float) -> None:
-        probability = math.exp(logprob)
-        kind = next(kind for kind, (most, _) in enumerate(KINDS) if probability < most)
-        before = self.chances[-1] if self.chances else 1.0
-        self.chances.append(before * self.acceptance.share(kind))
-        self.kinds.append(kind)
-        self.sequence.tokens.append(token)
-
-
 class Drafts:
     """`vocabulary` is the size of the main model's, which may be padded otherwise."""
 
@@ -137,10 +88,12 @@ class Drafts:
         self._vocabulary = min(vocabulary, engine.architecture.vocabulary_size)
         self._chunk_tokens = chunk_tokens
         self._record = record or StepRecord()
-        self._cost = cost or OnlineFit((STEP_SECONDS, ROW_SECONDS, CHUNK_SECONDS), MEMORY)
+        assumed = GPU_SECONDS if engine.runs_ahead else CPU_SECONDS
+        self._cost = cost or OnlineFit(assumed, MEMORY)
         self._seen = Acceptance([*(share for _, share in KINDS), ANY_SHARE])
         self._followers: dict[Sequence, Follower] = {}
         self._account = 0.0
+        self._wait = 0.0  # seconds of a wait that is still to be paid
         self._token_seconds = 0.0  # what a right guess saves
         self.seconds = 0.0  # that its steps took
         self.compared = self.right = 0  # guesses, run by the main model or not
@@ -165,6 +118,52 @@ class Drafts:
         follower = self._followers.get(request)
         return (follower.acceptance if follower else self._seen).share(ANY)
 
+    def waits(self, wanted: dict[Sequence, int], pace: Pace, wait: float) -> bool:
+        """Whether a device should wait so many seconds for the tokens in flight, for guesses behind
+        these: where that is predicted to pay, or to be tried. Pays for the wait."""
+        self._token_seconds = pace.seconds / max(pace.tokens, 1.0)
+        asking = {request: depth for request, depth in wanted.items() if depth > 0}
+        ready = {each: self._followers[each] for each in asking if self._goes_on(each)}
+        behind = (follower.missed(request) for request, follower in ready.items())
+        unread = sum(tokens for tokens in behind if tokens > MOST_BEHIND)
+        price = wait + (self._cost.predict((1, 0, unread)) if unread else 0.0)
+        reached = self._reach({request: asking[request] for request in ready}, pace)
+        pays = reached.tokens * pace.seconds > pace.tokens * (reached.seconds + price)
+        if not pays and (self._account <= 0.0 or not (ready or self._begins_any(asking, pace))):
+            return False
+        self._pay_wait(wait)
+        return True
+
+    def _pay_wait(self, next_wait: float = 0.0) -> None:
+        """Pays for the last one. It is due once the draft has guessed: a prompt is read while the
+        account has seconds."""
+        self._pay(-self._wait)
+        self._wait = next_wait
+
+    def _reach(self, depths: dict[Sequence, int], pace: Pace) -> Pace:
+        """The pace with as many rounds as are predicted to pay, before any guess is made."""
+        shares = {request: self.share(request) for request in depths}
+        chances = dict(shares)
+        for depth in range(1, max(depths.values(), default=0) + 1):
+            chosen, pace = self.worth(chances, pace)
+            chances = {
+                each: chances[each] * shares[each] for each in chosen if depths[each] > depth
+            }
+            if not chances:
+                break
+        return pace
+
+    def _goes_on(self, request: Sequence) -> bool:
+        """Whether the draft follows it and can compute another token."""
+        follower = self._followers.get(request)
+        short = len(request.tokens) + request.expected < self._engine.context_length
+        return follower is not None and not follower.failed and short
+
+    def _begins_any(self, asking: dict[Sequence, int], pace: Pace) -> bool:
+        if self._followers and not self._pays(len(asking), pace):
+            return False
+        return any(map(self._may_begin, asking.keys() - self._followers.keys()))
+
     def offer(self, wanted: dict[Sequence, int], pace: Pace, most: int) -> dict[Sequence, Offer]:
         """Guesses for requests that decode: of each at most as many as it wants, and `most` in
         all."""
@@ -176,9 +175,10 @@ class Drafts:
         ready = {}
         for request, depth in wanted.items():
             follower = self._followers.get(request)
-            if follower and not follower.failed and _behind(follower) <= MOST_BEHIND and depth > 0:
+            if follower and not follower.failed and follower.behind <= MOST_BEHIND and depth > 0:
                 follower.most, ready[request] = depth, follower
         self._guess(ready, pace, most)
+        self._pay_wait()
         return {
             request: Offer(each.guesses, each.chances)
             for request, each in ready.items()
@@ -202,7 +202,7 @@ class Drafts:
                 follower = self._begin(request)
             if not follower or follower.failed or budget <= 0:
                 continue
-            if _behind(follower) <= MOST_BEHIND:
+            if follower.behind <= MOST_BEHIND:
                 continue  # catches up in its next round
             sequence = follower.sequence
             count = sequence.cover(min(budget, sequence.uncomputed - 1), self._pool)
@@ -219,17 +219,22 @@ class Drafts:
         gained = requests * self._seen.share(ANY)
         return gained * pace.seconds > pace.tokens * (step + requests * (row + pace.row))
 
-    def _begin(self, request: Sequence) -> Follower | None:
-        """Starts to follow a request where there is room, and seconds on the account."""
+    def _may_begin(self, request: Sequence) -> bool:
+        """Whether there is room, and seconds on the account, and the draft can compute it."""
         tokens, work = request.tokens, request.work
         room = self._pool.pages_for(int(ROOM * len(tokens)) + 1) * self._pool.slices
         if self._account < 0.0 or work.alone or room > self._pool.free:
-            return None
+            return False
         left = self._token_seconds * (work.max_tokens - request.generated)
         if self._cost.coefficients[2] * len(tokens) > MOST_SAVED * left:
+            return False
+        return len(tokens) < self._engine.context_length and max(tokens) < self._vocabulary
+
+    def _begin(self, request: Sequence) -> Follower | None:
+        """Starts to follow a request."""
+        if not self._may_begin(request):
             return None
-        if len(tokens) >= self._engine.context_length or max(tokens) >= self._vocabulary:
-            return None
+        tokens, work = request.tokens, request.work
         chain = self._pool.chain(work.cache_salt)
         keys = chain.to_find(tokens)
         lease = self._pool.acquire(self._pool.pages_for(len(tokens)), keys)
@@ -244,10 +249,11 @@ class Drafts:
         """Rounds, as long as they pay; else at most one, if the account has seconds for it."""
         going = dict(ready)
         while going := {request: each for request, each in going.items() if self._fits(each)}:
-            chosen, pace = self.worth(going, pace)
+            chances = {request: follower.chance for request, follower in going.items()}
+            chosen, pace = self.worth(chances, pace)
             untried = not any(each.kinds for each in ready.values())
             if not chosen and untried and self._account > 0.0:
-                chosen = [max(going, key=lambda request: going[request].chance)]
+                chosen = [max(chances, key=chances.__getitem__)]
             going = {request: going[request] for request in chosen[:most]}
             most -= len(going)
             if not going:
@@ -255,13 +261,12 @@ class Drafts:
             self._pay(-pace.row * len(going))
             going = self._round(going)
 
-    def worth(self, going: dict[Sequence, Follower], pace: Pace) -> tuple[list[Sequence], Pace]:
+    def worth(self, chances: dict[Sequence, float], pace: Pace) -> tuple[list[Sequence], Pace]:
         """The requests, the likeliest first, of which another guess pays; and the pace with
         these."""
         step, row, _ = self._cost.coefficients
         price, gained, chosen = step, 0.0, []
-        for request in sorted(going, key=lambda request: -going[request].chance):
-            chance = going[request].chance
+        for request, chance in sorted(chances.items(), key=lambda each: -each[1]):
             if chance * pace.seconds <= pace.tokens * (row + pace.row):
                 break
             chosen.append(request)
@@ -337,10 +342,6 @@ class Drafts:
 
     def _pay(self, seconds: float) -> None:
         self._account = min(max(self._account + seconds, -MOST_DEBT), MOST_CREDIT)
-
-
-def _behind(follower: Follower) -> int:
-    return follower.sequence.uncomputed
 
 
 def _draft_work(work: Work) -> Work:

@@ -60,11 +60,15 @@ class Speculation:
         self._cost = cost or StepCost(runs_ahead=runs_ahead)
         self._acceptance = new_acceptance()
         self._past = PastAnswers()
+        self._drafted = 0.0  # seconds that the draft had taken by the step before
         self._steps_with_guesses = 0  # since one without
         self._steps_without = 0  # guesses
         self._period = FIRST_PERIOD
 
     def note_step(self, rows: int, seconds: float, waited: bool = False) -> None:
+        if self._drafts:
+            drafted, self._drafted = self._drafts.seconds - self._drafted, self._drafts.seconds
+            seconds -= drafted if waited else 0.0  # the device did not wait meanwhile
         self._cost.note(rows, seconds, waited=waited and self._runs_ahead)
         if self._drafts:
             self._drafts.earn(self._cost.seconds(rows))
@@ -77,8 +81,17 @@ class Speculation:
         if self._runs_without():
             return False
         decoding = [each for each in plan if each.uncomputed == 1]
-        chances = [(chance, each) for each in decoding for chance in self._chances_ahead(each)]
-        return bool(self._depths(chances, decoding, sum(plan.values()), most_rows))
+        offers = {each: self._ahead(each) for each in decoding}
+        rows = sum(plan.values())
+        if self._depths(_chances(offers), decoding, rows, most_rows):
+            return True
+        return self._drafts is not None and self._waits_for_drafts(self._drafts, offers, rows)
+
+    def _waits_for_drafts(self, drafts: Drafts, offers: dict[Sequence, Offer], rows: int) -> bool:
+        if not offers:
+            return False
+        wait = self._cost.seconds(rows, waited=True) - self._cost.seconds(rows)
+        return drafts.waits(_wanted(drafts, offers), self._pace(len(offers), rows), wait)
 
     def _runs_without(self) -> bool:
         """Whether a step without guesses is due, to be measured."""
@@ -94,9 +107,10 @@ class Speculation:
         likely = sorted(chances, key=lambda each: -each[0])[: min(TRIAL_ROWS, most)]
         return Counter(sequence for chance, sequence in likely if chance >= TRIAL_CHANCE)
 
-    def _chances_ahead(self, sequence: Sequence) -> list[float]:
-        """Of guesses behind the token that comes next, if that is right too."""
-        return self._found(sequence).chances[sequence.expected :]
+    def _ahead(self, sequence: Sequence) -> Offer:
+        """Guesses behind the token that comes next, if that is right too."""
+        guesses, chances = self._found(sequence)
+        return Offer(guesses[sequence.expected :], chances[sequence.expected :])
 
     def guess(self, plan: Plan, most_rows: int, pool: PagePool, pages: int) -> None:
         """Sets the guesses of the plan's sequences: at most `most_rows`, with at most `pages` new
@@ -112,7 +126,7 @@ class Speculation:
         offers = {each: self._found(each) for each in decoding}
         if self._drafts:
             self._add_drafts(self._drafts, offers, sum(plan.values()), most_rows)
-        chances = [(chance, each) for each, offer in offers.items() for chance in offer.chances]
+        chances = _chances(offers)
         depths = self._depths(chances, decoding, sum(plan.values()), most_rows)
         depths = depths or self._trial(chances, most_rows)
         self._steps_with_guesses = self._steps_with_guesses + 1 if depths else 0
@@ -140,13 +154,12 @@ class Speculation:
         self, drafts: Drafts, offers: dict[Sequence, Offer], rows: int, most: int
     ) -> None:
         """Replaces what was found by the draft's guesses, where these are likelier."""
+        pace, most = self._pace(len(offers), rows), min(most, self._cost.most_rows(rows) - rows)
+        offers.update(drafts.offer(_wanted(drafts, offers), pace, most))
+
+    def _pace(self, tokens: int, rows: int) -> Pace:
         seconds = self._cost.seconds(rows)
-        pace = Pace(len(offers), seconds, (self._cost.seconds(2 * rows) - seconds) / rows)
-        wanted = {
-            each: most_guesses(each) if drafts.share(each) > next(iter(offer.chances), 0.0) else 0
-            for each, offer in offers.items()
-        }
-        offers.update(drafts.offer(wanted, pace, most))
+        return Pace(tokens, seconds, (self._cost.seconds(2 * rows) - seconds) / rows)
 
     def _found(self, sequence: Sequence) -> Offer:
         guesses = self._offered(sequence)
@@ -185,6 +198,20 @@ class Speculation:
             depths[sequence] += 1
             tokens, seconds = tokens + chance, longer
         return depths if tokens > without * seconds else Counter()
+
+
+def _chances(offers: dict[Sequence, Offer]) -> list[_Chance]:
+    return [(chance, each) for each, offer in offers.items() for chance in offer.chances]
+
+
+def _wanted(drafts: Drafts, offers: dict[Sequence, Offer]) -> dict[Sequence, int]:
+    """How many guesses of a draft each may have: none where one was found that is likelier."""
+    return {
+        each: most_guesses(each) - each.expected
+        if drafts.share(each) > next(iter(offer.chances), 0.0)
+        else 0
+        for each, offer in offers.items()
+    }
 
 
 def most_guesses(sequence: Sequence) -> int:

@@ -2,12 +2,13 @@
 and the draft's engine, with pages of its own.
 
 The draft is never split: rank 0 runs all of it. Imports no torch: a cluster is checked before it
-starts.
+starts. On a GPU the main model leaves room for it (engine/gpu/draft_room.py).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,16 @@ from baton.engine.model_choice import (
 
 if TYPE_CHECKING:
     from baton.engine.engine import Engine
+    from baton.engine.gpu.device import GpuSettings
 
 FIELD = "draft_model"
+
+MOST_BEHIND = 16
+"""Tokens that a draft has missed of a request and computes with its next guess, as if they were
+one. More are a prompt's."""
+
+MOST_ROWS = 128
+"""Of the draft's recorded steps on a GPU."""
 
 
 def find_draft(config: Config, model: Path, *, weights: bool) -> Path | None:
@@ -37,15 +46,19 @@ def find_draft(config: Config, model: Path, *, weights: bool) -> Path | None:
         )
     if not config.draft_model:
         return None
-    try:
-        folder = model_store.locate(config.draft_model, weights=weights)
-    except ModelNotFound as error:
-        raise ModelNotFound(error.message, field=FIELD) from error
+    folder = locate_draft(config, weights=weights)
     architecture = read_model(folder, "auto", config.max_context)
     check_quantization(config.quantization, architecture, config.device, config.dtype)
     check_kv_dtype(config.kv_dtype, architecture, config.device)
     check_vocabulary(model, folder)
     return folder
+
+
+def locate_draft(config: Config, *, weights: bool) -> Path:
+    try:
+        return model_store.locate(config.draft_model, weights=weights)
+    except ModelNotFound as error:
+        raise ModelNotFound(error.message, field=FIELD) from error
 
 
 def check_vocabulary(model: Path, draft: Path) -> None:
@@ -81,7 +94,8 @@ def _check_sizes(model: Path, draft: Path, *, tokenizers: bool) -> None:
 def load_draft(config: Config, folder: Path, main: Engine) -> Engine:
     """`config` is settled. The calling thread's engine."""
     architecture = read_model(folder, "auto", config.max_context)
-    page = _page_bytes(architecture, config, main)
+    device = main.kv.device
+    page = page_bytes(architecture, config, main.dtype.itemsize, device.type)
     if 0 < config.draft_kv_memory < page:
         raise InvalidConfig(
             f"{config.draft_kv_memory} bytes hold no page of the draft model: one takes {page}",
@@ -90,16 +104,32 @@ def load_draft(config: Config, folder: Path, main: Engine) -> Engine:
     engine = type(main).load(
         folder,
         dtype=main.dtype,
+        device=str(device),
         page_size=config.page_size,
         kv_memory=config.draft_kv_memory or main.pool.total // main.pool.slices * page,
         max_context=config.max_context,
         random_weights=config.weights == "random",
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,
+        gpu=draft_settings(config, main.gpu),
     )
     if main.pool.root is not None:  # its pages are found by its own requests alone
         engine.pool.root = bytes.fromhex(engine.fingerprint)
     return engine
+
+
+def draft_settings(config: Config, main: GpuSettings) -> GpuSettings:
+    """Of the draft's steps, by those of the main model's."""
+    return replace(
+        main,
+        max_batch=min(config.decode.max_batch, MOST_ROWS),
+        chunk_tokens=config.decode.chunk_tokens,
+        share=1.0,
+        adapters=None,
+        guesses=True,
+        short_chunk=MOST_BEHIND,
+        draft=None,
+    )
 
 
 def _tokens(folder: Path) -> dict[int, str]:
@@ -113,10 +143,9 @@ def _tokens(folder: Path) -> dict[int, str]:
     return {number: token for token, number in Tokenizer.from_str(text).get_vocab().items()}
 
 
-def _page_bytes(architecture: AnyArchitecture, config: Config, main: Engine) -> int:
-    """Of as many tokens as a page has, in all slices of the layers."""
-    shape = stored_shape(
-        architecture.pages_shape(1, config.page_size), config.kv_dtype, config.device
-    )
-    size = main.dtype.itemsize if config.kv_dtype == "auto" else 1
+def page_bytes(architecture: AnyArchitecture, config: Config, number: int, device: str) -> int:
+    """Of as many tokens as a page has, in all slices of the layers; `number` bytes are one of the
+    model's."""
+    shape = stored_shape(architecture.pages_shape(1, config.page_size), config.kv_dtype, device)
+    size = number if config.kv_dtype == "auto" else 1
     return math.prod(shape) * size * len(architecture.slices.windows)

@@ -178,6 +178,8 @@ class Engine:
         context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
             kv_memory = _memory_for_pages(model, gpu, context, page_size, kind, device, group)
+            if gpu.draft:
+                kv_memory = gpu.draft.beside(kv_memory, least // split.size)
             kv_memory *= split.size
             _check_holds_a_page(kv_memory, least)
         pages = kv_memory // page_bytes

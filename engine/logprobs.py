@@ -67,8 +67,11 @@ def score(
     for start in range(0, len(asking), GROUP):
         rows = asking[start : start + GROUP]
         some = [sequences[row] for row in rows]
-        sampled = torch.as_tensor(tokens, dtype=torch.int32)[rows]
-        yield _score(logits[rows], sampled, some, [each.work.logprobs or 0 for each in some])
+        sampled = torch.as_tensor(tokens, dtype=torch.int32)
+        theirs = logits
+        if len(rows) < len(sequences):  # a list of rows makes a GPU wait
+            theirs, sampled = logits[rows], sampled[rows]
+        yield _score(theirs, sampled, some, [each.work.logprobs or 0 for each in some])
 
 
 def score_prompts(

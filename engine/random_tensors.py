@@ -43,3 +43,15 @@ class RandomTensors:
 
     def finish(self, not_run: tuple[str, ...] = ()) -> None:
         pass
+
+
+class TensorSizes(RandomTensors):
+    """As a Checkpoint, for a model without memory: counts the bytes of its weights."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def copy(
+        self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None
+    ) -> None:
+        self.bytes += target.nbytes

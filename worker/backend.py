@@ -13,6 +13,7 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +28,9 @@ from baton.core.page_keys import KEY_SIZES
 from baton.core.process import StartTimes
 from baton.core.tls import node_identity
 from baton.core.types import Role
-from baton.engine.draft_model import find_draft, load_draft
-from baton.engine.engine import Engine
-from baton.engine.gpu.device import AdapterRoom, GpuSettings
+from baton.engine.draft_model import find_draft, load_draft, locate_draft
+from baton.engine.engine import DTYPES, Engine
+from baton.engine.gpu.device import AdapterRoom, DraftRoom, GpuSettings
 from baton.engine.model_choice import choose_dtype
 from baton.engine.page_files import PageForm
 from baton.engine.page_memory import PageMemory, page_memory
@@ -81,8 +82,6 @@ class Backend:
         self._device = config.device
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        if config.speculation == "draft" and self._device != "cpu":
-            raise InvalidConfig("draft runs on CPUs only so far", field="speculation")
         self._config = settle(config, self._device)
         self._worker_id = worker_id
         self._inbox = inbox
@@ -242,7 +241,7 @@ class Backend:
     def _gpu_settings(self, role: Role) -> GpuSettings:
         """Large enough for the steps of either role, which may be switched."""
         prefill, decode = self._config.prefill, self._config.decode
-        return GpuSettings(
+        settings = GpuSettings(
             memory_share=self._config.gpu_memory,
             max_batch=decode.max_batch,
             chunk_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
@@ -251,6 +250,17 @@ class Backend:
             adapters=self._adapter_room(),
             guesses=self._may_guess(),
         )
+        return replace(settings, draft=self._draft_room(settings))
+
+    def _draft_room(self, main: GpuSettings) -> DraftRoom | None:
+        """On a prefill worker too: the draft is loaded after a role switch."""
+        config = self._config
+        if self._device == "cpu" or not config.draft_model:
+            return None
+        from baton.engine.gpu.draft_room import draft_room  # imports triton
+
+        dtype = DTYPES[choose_dtype(config.dtype, self._device)]
+        return draft_room(config, locate_draft(config, weights=False), dtype, main)
 
     def _may_guess(self) -> bool:
         if self._config.speculation == "auto":

@@ -2,7 +2,7 @@
 
 Rows are tokens: first one for each decoding sequence, then the chunks. A sequence with guesses is
 a chunk, except in a step that only decodes: there blocks list its rows, which are attended together
-(kernels/gpu/guess_attention.py).
+(kernels/gpu/guess_attention.py). So are the few tokens that a draft model has missed of a sequence.
 
 `StepMessage` is what
 rank 0 sends to the other ranks, as 32-bit numbers; its tokens are placeholders there, since
@@ -97,6 +97,7 @@ class Limits:
     slices: int
     recorded: int  # rows of the largest recorded step over prompts
     together: int = 1  # rows of a sequence with guesses that are attended together
+    short: int = 1  # most tokens of a sequence, without guesses, in a step that only decodes
 
 
 def step_arrays(
@@ -144,13 +145,21 @@ def step_arrays(
 
 def _decoding(plan: Plan, chunks: Plan, limits: Limits) -> int:
     rows = sum(chunks.values())
-    if len(plan) < rows <= limits.decoding and all(count == 1 for count in plan.values()):
+    if len(plan) < rows <= limits.decoding and _is_short(plan, limits.short):
         return rows
     singles = min(sum(count == 1 for count in chunks.values()), limits.decoding)
     # A step that only decodes ends in logits. Embeddings need its hidden states: then the last row
     # is a chunk of one token.
     embeds = singles == len(plan) and any(sequence.pooled for sequence in plan)
     return singles - 1 if embeds else singles
+
+
+def _is_short(plan: Plan, most: int) -> bool:
+    """Whether each chunk is one token, or up to `most` that sample."""
+    return all(
+        count == 1 or (count <= most and sequence.samples(count) and not sequence.pooled)
+        for sequence, count in plan.items()
+    )
 
 
 def _tokens(sequence: Sequence, count: int) -> list[int]:

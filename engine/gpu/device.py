@@ -35,6 +35,18 @@ class AdapterRoom:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRoom:
+    """What a draft model takes of a GPU beside the main one, which leaves room for it."""
+
+    fixed: int  # bytes of its weights and its steps, and of its pages where these are configured
+    page: int  # bytes for each page of the main model; 0: its pages are configured
+
+    def beside(self, left: int, page: int) -> int:
+        """Of the bytes `left`, those for the main model's pages of `page` bytes."""
+        return (left - self.fixed) * page // (page + self.page)
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSettings:
     memory_share: float = 0.9  # of the GPU's memory, for weights, pages and work
     max_batch: int = 256  # requests of a decode step
@@ -43,6 +55,8 @@ class GpuSettings:
     numerics: str = "invariant"  # see engine/gpu/numerics.py
     adapters: AdapterRoom | None = None  # None: no adapters are served
     guesses: bool = False  # whether decode steps may check guesses
+    short_chunk: int = 1  # most tokens of a sequence in a step that only decodes
+    draft: DraftRoom | None = None  # None: there is no draft model
 
 
 def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) -> int:

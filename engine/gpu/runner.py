@@ -97,8 +97,9 @@ class GpuRunner:
         adapters: AdapterSlots | None = None,
         *,
         guesses: bool = False,
+        short_chunk: int = 1,
     ) -> None:
-        """`guesses`: steps with some are recorded too."""
+        """`guesses`: steps with some are recorded too. `short_chunk`: see GpuSettings."""
         shape, device = model.architecture, kv.device
         self._adapters = adapters
         self._guesses = guesses
@@ -115,6 +116,7 @@ class GpuRunner:
             slices=len(shape.slices.windows),
             recorded=recorded[-1],
             together=rows_together(shape.heads, shape.kv_heads, model.embedding.dtype, kv.dtype),
+            short=short_chunk,
         )
         self._row_inputs = INPUT_ROWS + self._limits.slices
         pages = -(-context // self._limits.page_size)

@@ -73,12 +73,19 @@ def memory_for_pages(
     group: Group | None = None,
 ) -> int:
     """Bytes left for pages once the weights are loaded. `shape` is this rank's part."""
-    entries = slot_count(settings.max_batch) * -(-context // page_size)
-    reserved = _work_bytes(settings, shape, context, dtype) + LIBRARY_BYTES
-    reserved += PAGE_ENTRY_BYTES * entries * len(shape.slices.windows)
+    reserved = runner_bytes(settings, shape, context, page_size, dtype) + LIBRARY_BYTES
     reserved += GROUP_BYTES if group else 0
     beside = f"the weights and a step of {settings.chunk_tokens} tokens"
     return memory_left(settings, device, reserved, beside)
+
+
+def runner_bytes(
+    settings: GpuSettings, shape: Architecture, context: int, page_size: int, dtype: torch.dtype
+) -> int:
+    """What steps and the page table take."""
+    entries = slot_count(settings.max_batch) * -(-context // page_size)
+    table = PAGE_ENTRY_BYTES * entries * len(shape.slices.windows)
+    return _work_bytes(settings, shape, context, dtype) + table
 
 
 def _work_bytes(
@@ -132,6 +139,7 @@ def start_runner(
         settings.chunk_tokens,
         adapters,
         guesses=settings.guesses,
+        short_chunk=settings.short_chunk,
     )
     # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, _free_tokens(pool))

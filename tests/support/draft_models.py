@@ -12,10 +12,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from speculating import Loop
 from tiny_models import change_config
 
 from baton.core.online_fit import OnlineFit
+from baton.decode_worker.drafts import Drafts
+from baton.decode_worker.speculation import Speculation
 from baton.decode_worker.step_cost import CPU, StepCost
+from baton.engine.engine import Engine
 
 WEIGHTS = "model.safetensors"
 ADDING = ("o_proj.weight", "down_proj.weight")
@@ -44,6 +48,22 @@ def main_cost() -> FixedStepCost:
 
 def draft_cost(step: float = 1e-4) -> FixedCost:
     return FixedCost((step, 1e-5, 1e-6), 1.0)
+
+
+class Drafting(Loop):
+    """A decode worker's loop with a draft model, whose costs are fixed."""
+
+    def __init__(self, engine: Engine, draft: Engine, step: float = 1e-4, **limits: int) -> None:
+        vocabulary = engine.architecture.vocabulary_size
+        self.drafts = Drafts(draft, vocabulary, 64, cost=draft_cost(step))
+        speculation = Speculation(self.drafts, main_cost(), runs_ahead=engine.runs_ahead)
+        super().__init__(engine, speculation, **limits)
+
+    def step(self) -> bool:
+        more = super().step()
+        if not more:
+            assert not self.drafts.check(), "all pages of the draft came back"
+        return more
 
 
 def save_draft(model: Path, folder: Path, noise: float = 0.0) -> Path:

@@ -47,6 +47,7 @@ def gpu_runner(
     group: Group | None = None,
     room: AdapterRoom | None = None,
     kv_dtype: KvDtype = "auto",
+    short_chunk: int = 1,
 ) -> GpuRunner:
     """A runner over poisoned pages. With a group, which it connects: one rank of it. With `room`,
     adapters may be added to it."""
@@ -60,7 +61,7 @@ def gpu_runner(
         stored_shape(shape.pages_shape(pages, page_size), kv_dtype, "cuda"), kv_dtype, device
     )
     adapters = AdapterSlots(model, room, group) if room else None
-    runner = GpuRunner(model, kv, 128, 4, group, adapters=adapters)
+    runner = GpuRunner(model, kv, 128, 4, group, adapters=adapters, short_chunk=short_chunk)
     runner.record()
     return runner
 

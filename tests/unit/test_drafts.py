@@ -6,10 +6,11 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from draft_models import draft_cost, main_cost, save_draft
+from draft_models import Drafting, draft_cost, main_cost, save_draft
 from random_schemas import random_schema
 from rank_threads import split_engine
 from speculating import ANSWER, KEY, SAMPLINGS, WARM, Loop, works
@@ -17,9 +18,10 @@ from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
 from baton.core.types import Sampling, Structure, Work
-from baton.decode_worker.drafts import Drafts, Follower, Pace
+from baton.decode_worker.drafts import Drafts, Pace
 from baton.decode_worker.speculation import MOST_GUESSES, Speculation
 from baton.engine.engine import Engine
+from baton.engine.sequence import Sequence
 from baton.router.prompts.output_grammar import grammar_of
 
 NOISE = 0.02
@@ -31,22 +33,6 @@ def load(folder: Path, **options: object) -> Engine:
     engine = Engine.load(folder, **options)  # type: ignore[arg-type]
     engine.pool.root = b"root"
     return engine
-
-
-class Drafting(Loop):
-    """A decode worker's loop with a draft model, whose costs are fixed."""
-
-    def __init__(self, engine: Engine, draft: Engine, step: float = 1e-4, **limits: int) -> None:
-        vocabulary = engine.architecture.vocabulary_size
-        self.drafts = Drafts(draft, vocabulary, 64, cost=draft_cost(step))
-        super().__init__(engine, Speculation(self.drafts, main_cost()), **limits)
-        self.draft = draft
-
-    def step(self) -> bool:
-        more = super().step()
-        if not more:
-            assert not self.drafts.check(), "all pages of the draft came back"
-        return more
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -212,12 +198,6 @@ def test_a_draft_that_costs_as_much_as_the_model_is_tried_and_left(tmp_path: Pat
     assert loop.guesses <= len(asked) * 2
 
 
-def follower(chance: float) -> Follower:
-    made = Follower.__new__(Follower)
-    made.chances, made.acceptance = [chance], type("Sure", (), {"share": lambda self, kind: 1.0})()
-    return made
-
-
 @pytest.mark.parametrize(
     ("chances", "step", "row", "expected"),
     [
@@ -236,7 +216,7 @@ def test_a_round_is_run_where_it_pays(
     cost = draft_cost()
     cost._prior = [step, row, row]
     drafts = Drafts(load(tmp_path), VOCABULARY, 64, cost=cost)
-    going = {Loop(load(tmp_path))._begin(works([WARM])[0]): follower(each) for each in chances}
+    going = {Loop(load(tmp_path))._begin(works([WARM])[0]): each for each in chances}
     chosen, pace = drafts.worth(going, Pace(len(chances), 1.0, 0.01))
     assert len(chosen) == expected
     assert pace.seconds == pytest.approx(1.0 + (step + 0.02 * expected if expected else 0.0))
@@ -248,3 +228,31 @@ def test_most_guesses_of_a_step_are_bounded(tmp_path: Path) -> None:
     loop = Drafting(engine, load(tmp_path), max_batch=100)
     loop.answer([replace(works([WARM])[0], max_tokens=60)])
     assert loop.most_guesses == MOST_GUESSES
+
+
+def test_a_device_waits_for_a_draft_where_that_pays_or_is_paid_for(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine = load(tmp_path)
+    drafts = Drafts(engine, VOCABULARY, 64, cost=draft_cost())
+    request = Sequence(works([WARM])[0], engine.pool.lease([]), expected=1)
+    wanted, pace = {request: 5}, Pace(1, 0.01, 1e-5)
+    assert not drafts.waits(wanted, pace, 1e-3), "nothing is on the account"
+    drafts.earn(1.0)
+    assert drafts.waits(wanted, pace, 1e-3), "to begin with a request"
+    assert not drafts.waits({request: 0}, pace, 1e-3)
+    assert drafts.offer(wanted, pace, 8)
+    drafts.earn(-10.0)
+    assert drafts.waits(wanted, pace, 1e-3), "guesses bring more"
+    assert not drafts.waits(wanted, pace, 1.0)
+    drafts.drop(request)
+    assert not drafts.check()
+
+
+def test_the_time_of_a_draft_is_not_that_of_steps() -> None:
+    drafts = Mock(seconds=0.0)
+    speculation = Speculation(drafts, runs_ahead=True)
+    for _ in range(50):
+        drafts.seconds += 0.5
+        speculation.note_step(1, 0.51, waited=True)
+        speculation.note_step(1, 0.01)
+    assert speculation._cost.seconds(1, waited=True) == pytest.approx(0.01, rel=0.1)

@@ -7,7 +7,6 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from random_schemas import random_schema
@@ -16,8 +15,7 @@ from speculating import ANSWER, KEY, SAMPLINGS, WARM, Knowing, Loop, works
 from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
-from baton.core.config import Config
-from baton.core.errors import InvalidConfig, InvalidGrammar
+from baton.core.errors import InvalidGrammar
 from baton.core.types import Sampling, Structure, Work
 from baton.decode_worker.speculation import Speculation
 from baton.engine.acceptance import Acceptance
@@ -33,7 +31,6 @@ from baton.engine.prompt_lookup import (
 )
 from baton.engine.sequence import Sequence
 from baton.router.prompts.output_grammar import grammar_of
-from baton.worker.backend import Backend
 
 MODELS = ("llama", "mistral-window", "gemma2", "qwen3-moe", "deepseek-v3", "gpt-oss")
 
@@ -199,14 +196,6 @@ def test_guesses_wait_for_no_grammar_and_leave_its_error_to_the_step(tmp_path: P
     with pytest.raises(InvalidGrammar):
         guide.mask()
     assert guide.look_ahead([1, 2]) == []
-
-
-def test_a_gpu_refuses_drafts_by_name() -> None:
-    config = Config(speculation="draft", draft_model="small", device="cuda")
-    unused = Mock()
-    with pytest.raises(InvalidConfig, match="CPUs only") as refused:
-        Backend(config, "", unused, unused, unused, unused, unused, progress=unused, on_lost=unused)
-    assert refused.value.field == "speculation"
 
 
 def test_by_default_tokens_are_guessed_where_rows_are_independent(tmp_path: Path) -> None:
