@@ -98,6 +98,8 @@ class Answering:
                 task.entries[0].refused_hit = inquiry.refused
                 task.entries[0].held_seconds = inquiry.held_seconds
         if isinstance(found, FoundResponse):
+            if inquiry:
+                inquiry.cancel()
             return self._replay(task, found, emit)
         answers = [recorded for _, recorded in found if recorded]
         if inquiry and not inquiry.answers:
@@ -117,6 +119,8 @@ class Answering:
             return await self._compute(task, emit, record=True)
         search = inquiry if inquiry and inquiry.answers else None
         if task.request.caching is Caching.ONLY:
+            if search:
+                search.begin()
             found = await cache.find(key) or (await search.find() if search else None)
             if found is None:
                 raise NotCached("the answer is not cached")

@@ -117,6 +117,11 @@ class Inquiry:
         self.held_seconds = seconds
         self._cache.metrics.semantic_held.observe(seconds)
 
+    def begin(self) -> None:
+        """Embeds the question while something else is awaited."""
+        if self._embedding is None:
+            self._embedding = asyncio.create_task(self._embedded())
+
     async def find(self) -> FoundResponse | None:
         """The answer to the most similar question. None too where something fails."""
         result, found = "late", None  # where this is cancelled, since the first token has come
@@ -185,8 +190,8 @@ class Inquiry:
 
     async def _vector(self) -> bytes:
         """Embeds the question, or waits until it is. Raises StoreFailed where that fails."""
-        if self._embedding is None:
-            self._embedding = asyncio.create_task(self._embedded())
+        self.begin()
+        assert self._embedding
         # The end of a search does not end it.
         vector = await asyncio.shield(self._embedding)
         if not vector:
