@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -28,16 +29,16 @@ async def test_no_tenant_is_given_anothers_answers(
     write_keys(tmp_path / "keys.yaml", [key for _, key in keys])
     draw = random.Random(5)
     drawn = [(draw.randrange(TENANTS), draw.randrange(QUESTIONS)) for _ in range(REQUESTS)]
-    asked: set[tuple[int, int]] = set()
+    asked: Counter[tuple[int, int]] = Counter()
     hits = 0
 
     async def ask(client: AsyncClient, tenant: int, question: int) -> None:
         nonlocal hits
-        known = (tenant, question) in asked
-        asked.add((tenant, question))
+        asked[tenant, question] += 1
         answer = await client.generate([question + 10], max_tokens=2, cache_salt="the same")
         cached = answer.usage.response_cache == "exact"
-        assert known or not cached, (tenant, question)
+        # Of two that are asked at once, either may be answered first.
+        assert asked[tenant, question] > cached, (tenant, question)
         hits += cached
 
     with RedisServer(tmp_path) as redis:
