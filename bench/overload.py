@@ -284,10 +284,11 @@ class Sweep:
         return Row(results.result(), self._seconds, memory, spent)
 
     async def _http(self, load: float) -> str:
-        """Calls over HTTP beside a load."""
+        """Calls over HTTP beside a load, of the tenant that asks most: one that asks less than its
+        share is not refused."""
         row = asyncio.create_task(self._row(load))
         await asyncio.sleep(WARM_UP * self._seconds)
-        target, key = self._target, self._target.keys[TENANTS[0]]
+        target, key = self._target, self._target.keys[KINDS[0].tenant]
         calls = []
         for _ in range(HTTP_CALLS):
             calls.append(asyncio.create_task(call_http(target.router.http, key, target.shape)))
