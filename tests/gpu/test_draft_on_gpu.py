@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from draft_models import Drafting, deepen, save_draft
 from pools import CUDA
 from processes import ProcessCluster
 from random_schemas import random_schema
-from random_shapes import SHAPES, VOCABULARY
+from random_shapes import SHAPES, VOCABULARY, load_on_gpu
 from speculating import KEY, SAMPLINGS, Loop, works
 from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, generate_with_transformers, save
@@ -46,18 +47,8 @@ CASES: list[tuple[str, KvDtype]] = [
 
 
 def load(name: str, folder: Path, gpu: GpuSettings, kv_dtype: KvDtype, **changes: int) -> Engine:
-    """A model of that shape with random weights, which depend on the names of tensors alone."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPES[name] | changes))
-    engine = Engine.load(
-        folder,
-        device="cuda",
-        dtype="bfloat16",
-        random_weights=True,
-        kv_memory=64 << 20,
-        gpu=gpu,
-        kv_dtype=kv_dtype,
-    )
+    engine = load_on_gpu(name, folder, gpu, kv_dtype, **changes)
     engine.pool.root = b"root"
     return engine
 
@@ -137,9 +128,7 @@ def test_the_main_model_leaves_room_for_the_draft(tmp_path: Path) -> None:
         random_weights=True,
         kv_memory=0,
         max_context=2048,
-        gpu=GpuSettings(
-            memory_share=share, max_batch=256, chunk_tokens=2048, guesses=True, draft=room
-        ),
+        gpu=replace(main, draft=room),
     )
     before = torch.cuda.memory_allocated()
     engine.draft = load_draft(config, tmp_path, engine)

@@ -3,17 +3,15 @@ while steps run ahead or wait."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pools import CUDA
-from random_shapes import SHAPES, VOCABULARY
+from random_shapes import VOCABULARY, load_on_gpu
 from speculating import SAMPLINGS, Answers, Knowing, Loop, works
 
 from baton.decode_worker.speculation import Speculation
-from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.model_choice import KvDtype
 
@@ -44,16 +42,8 @@ def differing(found: Answers, wanted: Answers) -> list[tuple[int, str]]:
 def test_any_model_and_sampling_answers_as_without(
     name: str, kv_dtype: KvDtype, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
-    engine = Engine.load(
-        tmp_path,
-        device="cuda",
-        dtype="bfloat16",
-        random_weights=True,
-        kv_memory=64 << 20,
-        gpu=GpuSettings(max_batch=24, chunk_tokens=512, guesses=True),
-        kv_dtype=kv_dtype,
-    )
+    settings = GpuSettings(max_batch=24, chunk_tokens=512, guesses=True)
+    engine = load_on_gpu(name, tmp_path, settings, kv_dtype)
     asked = works(SAMPLINGS)
     plain = [Loop(engine).answer([each])[0] for each in asked]
     predicted = [

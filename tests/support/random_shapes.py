@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from baton.engine.engine import Engine
+from baton.engine.gpu.device import GpuSettings
+from baton.engine.model_choice import KvDtype
+
 CONTEXT, VOCABULARY = 4096, 4000
 SMALL = {
     "model_type": "llama",
@@ -52,3 +59,19 @@ SHAPES = {
                         "num_experts_per_tok": 4, "intermediate_size": 288,
                         "num_attention_heads": 24},
 }  # fmt: skip
+
+
+def load_on_gpu(
+    name: str, folder: Path, gpu: GpuSettings, kv_dtype: KvDtype, **changes: int
+) -> Engine:
+    """A model of that shape with random weights, which depend on the names of tensors alone."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[name] | changes))
+    return Engine.load(
+        folder,
+        device="cuda",
+        dtype="bfloat16",
+        random_weights=True,
+        kv_memory=64 << 20,
+        gpu=gpu,
+        kv_dtype=kv_dtype,
+    )
