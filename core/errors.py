@@ -23,6 +23,7 @@
     ├── Unavailable              no worker is available now
     │   ├── WorkerLost
     │   ├── WorkerDrained        a worker hands back what it has; the request is sound
+    │   ├── QuarantineFull       a worker refuses what is new; the request is sound
     │   └── LayoutMismatch
     ├── NotCached                only a cached answer was wanted, and there is none
     ├── DeadlineExceeded         a timeout
@@ -143,6 +144,9 @@ class WorkerLost(Unavailable): ...
 
 
 class WorkerDrained(Unavailable): ...
+
+
+class QuarantineFull(Unavailable): ...
 
 
 class LayoutMismatch(Unavailable, grpc_code="FAILED_PRECONDITION", http_status=503): ...

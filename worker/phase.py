@@ -20,7 +20,7 @@ from baton.core.errors import (
     Internal,
     NotServed,
     PromptTooLong,
-    Unavailable,
+    QuarantineFull,
     WorkerDrained,
 )
 from baton.core.types import AttemptKey, Pooling, Role, Work
@@ -322,7 +322,7 @@ class Phase(ABC, Generic[AnyJob]):
         if self._draining:
             raise self._drained()
         if fault := self._quarantine_fault(self._quarantined):
-            raise Unavailable(fault)
+            raise QuarantineFull(fault)
         vocabulary, context = self._limits(work)
         bounds.check_work(work, vocabulary)
         if work.adapter:

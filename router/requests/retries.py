@@ -16,7 +16,8 @@ A loss counts until a verdict acquits the attempt: the worker was killed or stop
 or crashed in a step of others (verdicts.py). An attempt alone shares its workers with no other
 suspect and its steps with nobody. Whoever loses a worker then waits for the verdict, and fails if
 it names the request alone; without a verdict it runs alone again. Attempts that ended through no
-fault of the request, in an acquitted loss or since a worker drained, do not count as attempts.
+fault of the request do not count: those in an acquitted loss, and those that a worker handed back
+or refused since it drains or its quarantine is full. So the last attempt waits for verdicts too.
 
 No I/O and no clock.
 """
@@ -26,7 +27,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from baton.core.errors import BatonError, Exhausted, PoisonRequest, WorkerDrained
+from baton.core.errors import (
+    BatonError,
+    Exhausted,
+    PoisonRequest,
+    QuarantineFull,
+    WorkerDrained,
+)
 from baton.core.types import AttemptKey, Work
 from baton.router.placement.placement import Placement, Reason, Suspicion
 from baton.router.requests.attempt import AttemptEnded, Tokens
@@ -34,6 +41,9 @@ from baton.router.requests.verdicts import Finding, Loss
 
 SHORTEST_DELAY_SECONDS = 0.02
 LONGEST_DELAY_SECONDS = 1.0
+
+UNCOUNTED = (WorkerDrained, QuarantineFull)
+"""Ends of attempts that are the worker's affair alone."""
 
 
 class RetryState:
@@ -51,7 +61,7 @@ class RetryState:
         self._reason = ""  # of the next attempt
         self._refusals = 0
         self._losses: list[Loss] = []
-        self._drained = 0  # attempts that a worker handed back
+        self._uncounted = 0  # attempts that a worker handed back or refused
         self._alone = False  # the last attempt was
 
     @property
@@ -66,8 +76,11 @@ class RetryState:
 
     @property
     def awaits_verdict(self) -> bool:
-        """Whether how the last worker ended decides over the request, and may become known."""
-        return self._alone and self._losses[-1].is_open
+        """Whether how a worker ended decides over the request, and may become known."""
+        if self._alone:
+            return self._losses[-1].is_open
+        last = self._ended.retry and self._attempts >= self._max_attempts
+        return last and any(loss.is_open for loss in self._losses)
 
     def begin(self, placement: Placement) -> Work:
         """The next attempt starts there."""
@@ -92,7 +105,7 @@ class RetryState:
         self._ended = ended
         self._reason = ended.error.message
         self.delay = self._next_delay(ended.error)
-        self._drained += isinstance(ended.error, WorkerDrained)
+        self._uncounted += isinstance(ended.error, UNCOUNTED)
         if ended.loss is not None:
             self._losses.append(ended.loss)
         else:
@@ -108,11 +121,16 @@ class RetryState:
                 f"{self._charges} workers were lost while they ran this request, the last one"
                 f" while it ran alone, so it is not retried; the last: {self._reason}"
             )
-        acquitted = len(self._losses) - self._charges
-        if len(self.placements) - self._drained - acquitted >= self._max_attempts:
+        if self._attempts >= self._max_attempts:
             return ended.error
         self.work = self._next_work()
         return None
+
+    @property
+    def _attempts(self) -> int:
+        """Those that count."""
+        acquitted = len(self._losses) - self._charges
+        return len(self.placements) - self._uncounted - acquitted
 
     @property
     def _charges(self) -> int:
@@ -141,7 +159,7 @@ class RetryState:
 
     def _next_delay(self, error: BatonError) -> float:
         """Backs off exponentially after a refusal."""
-        if not isinstance(error, Exhausted | WorkerDrained):
+        if not isinstance(error, (Exhausted, *UNCOUNTED)):
             return 0.0
         self._refusals += 1
         return min(SHORTEST_DELAY_SECONDS * 2.0**self._refusals, LONGEST_DELAY_SECONDS)

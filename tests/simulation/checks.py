@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.core.errors import Internal, PoisonRequest, WorkerDrained, WorkerLost
+from baton.core.errors import Internal, PoisonRequest, QuarantineFull, WorkerDrained, WorkerLost
 from baton.core.types import AttemptKey, Role
 from baton.decode_worker.decode_phase import DecodePhase
 from baton.engine.page_pool import Lease
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_CRASHES = MAX_DEATHS + 1
 """Of workers, by one request, where verdicts come (router/requests/verdicts.py)."""
 
-UNLUCKY = {error.reason for error in (PoisonRequest, WorkerLost, WorkerDrained)}
+UNLUCKY = {error.reason for error in (PoisonRequest, WorkerLost, WorkerDrained, QuarantineFull)}
 """How no request fails that crashed nothing."""
 
 

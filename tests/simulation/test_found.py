@@ -1,9 +1,11 @@
-"""What the seeds have found, each as short as it can be told."""
+"""What the seeds have found, each as short as it can be told, or as its seed."""
 
 from __future__ import annotations
 
+import pytest
+
 from baton.core.config import Config
-from baton.core.errors import Unavailable
+from baton.core.errors import QuarantineFull, Unavailable
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
 from baton.kv_transfer.receiver import ReceiverState
@@ -24,6 +26,7 @@ from baton.kv_transfer.transport import Noted, PoolMemory
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import Beat, Introduction, PoolAddress, TransferNote
 
+from .cluster import Cluster
 from .fabric import Fabric, SimulatedTransport
 from .router import SimulatedRouter
 from .streams import Stream
@@ -193,8 +196,18 @@ def test_a_worker_over_its_quarantine_budget_says_so_and_refuses_until_it_is_und
     assert load.fault == "3 of 4 pages are in quarantine, more than 50%"
     decode.reserve(AttemptKey("refused", 1), tokens=2)
     refusal = decode.sent[-1].failed
-    assert (refusal.reason, refusal.retry) == (Unavailable.reason, True)
+    assert (refusal.reason, refusal.retry) == (QuarantineFull.reason, True)
     decode.role.on_transfer(ReservationFreed(KEY))
     assert decode.role.load().fault == ""
     decode.reserve(AttemptKey("taken", 1), tokens=2)
     assert decode.told[-1] == "reserved"
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        21184,  # refused by a full quarantine again and again, then lost with its worker
+    ],
+)
+def test_a_seed_that_broke_an_invariant_breaks_none(seed: int) -> None:
+    Cluster(seed).run()

@@ -7,6 +7,7 @@ from baton.core.errors import (
     Exhausted,
     Internal,
     PoisonRequest,
+    QuarantineFull,
     Unavailable,
     WorkerDrained,
     WorkerLost,
@@ -20,7 +21,8 @@ from baton.v1.worker_pb2 import Verdict
 
 SOMEWHERE = Placement("p0", "d0")
 DRAINED = AttemptEnded(WorkerDrained("draining"), retry=True)
-REFUSED = AttemptEnded(Unavailable("quarantine"), retry=True)
+REFUSED = AttemptEnded(QuarantineFull("7 of 12 pages"), retry=True)
+SILENT = AttemptEnded(Unavailable("silent"), retry=True)
 FULL = AttemptEnded(Exhausted("no room"), retry=True)
 FINAL = AttemptEnded(Internal("logits"), retry=False)
 KILLED = Verdict(ended="killed from outside")
@@ -119,10 +121,11 @@ def test_placements_give_the_reason_of_each_attempt() -> None:
         ([death(BY_US), death(KILLED)], None),
         ([death(KILLED)] * 100, None),
         ([DRAINED] * 100, None),
-        ([REFUSED] * 4, None),
-        ([REFUSED] * 5, Unavailable),
-        ([*[death(KILLED), DRAINED] * 50, *[REFUSED] * 4], None),
-        ([*[death(KILLED), DRAINED] * 50, *[REFUSED] * 5], Unavailable),
+        ([REFUSED] * 100, None),
+        ([SILENT] * 4, None),
+        ([SILENT] * 5, Unavailable),
+        ([*[death(KILLED), DRAINED, REFUSED] * 50, *[SILENT] * 4], None),
+        ([*[death(KILLED), DRAINED, REFUSED] * 50, *[SILENT] * 5], Unavailable),
         ([FULL] * 5, Exhausted),
         ([FINAL], Internal),
         ([death(), FINAL], Internal),
@@ -137,10 +140,11 @@ def test_which_ends_are_final(ends: list[AttemptEnded], error: type[Exception] |
     assert type(outcome) is (error or type(None))
 
 
-def test_a_refused_request_backs_off_and_a_lost_one_does_not() -> None:
+@pytest.mark.parametrize("refusal", [FULL, REFUSED, DRAINED])
+def test_a_refused_request_backs_off_and_a_lost_one_does_not(refusal: AttemptEnded) -> None:
     request = retry_state(attempts=100)
     delays = []
-    for ended in (DEATH, FULL, FULL, FULL, *[FULL] * 20):
+    for ended in (DEATH, *[refusal] * 23):
         attempt(request, ended)
         delays.append(request.delay)
     assert delays[0] == 0.0
@@ -168,7 +172,7 @@ def test_a_request_that_lost_workers_runs_alone_until_a_verdict_acquits_it() -> 
     ]
 
 
-def test_only_a_request_alone_waits_for_a_verdict() -> None:
+def test_only_a_request_alone_waits_for_a_verdict_while_attempts_are_left() -> None:
     request, waits = retry_state(), []
     for process in (1, 2, 3):
         request.begin(SOMEWHERE)
@@ -176,6 +180,28 @@ def test_only_a_request_alone_waits_for_a_verdict() -> None:
         waits.append(request.awaits_verdict)
         request.decide()
     assert waits == [False, False, True]
+
+
+@pytest.mark.parametrize(("verdict", "error"), [(KILLED, None), (BY_US, WorkerLost)])
+def test_the_last_attempt_waits_for_the_verdict_that_may_acquit_it(
+    verdict: Verdict, error: type[Exception] | None
+) -> None:
+    request, loss = retry_state(attempts=2), Loss(1)
+    attempt(request, SILENT)
+    request.begin(SOMEWHERE)
+    request.end(AttemptEnded(WorkerLost("gone"), retry=True, loss=loss))
+    assert request.awaits_verdict
+    loss.verdict = verdict
+    assert not request.awaits_verdict
+    assert type(request.decide()) is (error or type(None))
+
+
+def test_a_final_error_awaits_no_verdict() -> None:
+    request = retry_state(attempts=2)
+    attempt(request, death())
+    request.begin(SOMEWHERE)
+    request.end(FINAL)
+    assert not request.awaits_verdict
 
 
 def test_no_verdict_is_awaited_on_a_hung_engine() -> None:
