@@ -15,6 +15,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 
 from llvmlite import ir
@@ -27,6 +28,7 @@ INPUTS = 32
 ROWS = 32
 OUTPUTS = 32
 HALF = 16
+REGISTERS = 8
 ROW_BYTES = 64
 LANES = 16
 
@@ -46,21 +48,35 @@ def packed(weight: Tensor) -> Tensor:
     return blocks.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Of a register."""
+
+    rows: int = HALF
+    row_bytes: int = ROW_BYTES
+
+
+WHOLE = (Shape(),) * REGISTERS
+"""All that the registers hold."""
+
+
 class TileCode:
     """Instructions of tile registers, in a function."""
 
-    def __init__(self, code: Function) -> None:
-        self._code = code
+    def __init__(self, code: Function, shapes: tuple[Shape, ...] = WHOLE) -> None:
+        self._code, self._shapes = code, shapes
 
     def begin(self) -> None:
-        """All registers have 16 rows of 64 bytes."""
+        """Registers have their shapes from now on."""
         module = self._code.module
-        shapes = [1, *[0] * 15, *[ROW_BYTES, 0] * 8, *[0] * 16, *[HALF] * 8, *[0] * 8]
-        kind = ir.ArrayType(_BYTE, len(shapes))
+        widths = [number for each in self._shapes for number in (each.row_bytes, 0)]
+        heights = [each.rows for each in self._shapes]
+        palette = [1, *[0] * 15, *widths, *[0] * 16, *heights, *[0] * 8]
+        kind = ir.ArrayType(_BYTE, len(palette))
         name = "tile_shapes"
         if name not in module.globals:
             shared = ir.GlobalVariable(module, kind, name)
-            shared.initializer, shared.global_constant = ir.Constant(kind, shapes), True
+            shared.initializer, shared.global_constant = ir.Constant(kind, palette), True
             shared.linkage = "internal"
         self._call("ldtilecfg", [POINTER], module.globals[name])
 
@@ -78,8 +94,15 @@ class TileCode:
         self._move("tilestored64", register, target, stride)
 
     def add_products(self, sums: int, x: int, weights: int) -> None:
-        numbers = [self._number(each) for each in (sums, x, weights)]
-        self._call("tdpbf16ps", [_BYTE] * 3, *numbers)
+        """Of bfloat16."""
+        self._multiply("tdpbf16ps", sums, x, weights)
+
+    def add_byte_products(self, sums: int, x: int, weights: int) -> None:
+        """Of signed bytes, four in each lane."""
+        self._multiply("tdpbssd", sums, x, weights)
+
+    def _multiply(self, name: str, *registers: int) -> None:
+        self._call(name, [_BYTE] * 3, *map(self._number, registers))
 
     def _move(self, name: str, register: int, memory: Memory, stride: Count | int) -> None:
         bytes_apart = ir.Constant(COUNT, stride) if isinstance(stride, int) else stride.value
@@ -96,9 +119,11 @@ class TileCode:
 
 
 @contextmanager
-def tile_registers(code: Function, *, used: bool) -> Iterator[None]:
+def tile_registers(
+    code: Function, *, used: bool, shapes: tuple[Shape, ...] = WHOLE
+) -> Iterator[None]:
     """Within, this thread's tile registers can be used."""
-    tiles = TileCode(code)
+    tiles = TileCode(code, shapes)
     if used:
         tiles.begin()
     yield

@@ -225,9 +225,25 @@ def has_dot() -> bool:
 
 
 @functools.cache
+def has_byte_dot() -> bool:
+    """Whether this CPU does that with unsigned bytes and signed ones (AVX-512's VPDPBUSD)."""
+    return not _is_arm() and registers() == AVX512 and bool(_features().get("avx512vnni"))
+
+
+@functools.cache
 def has_amx() -> bool:
     """Whether this process may use tile registers for bfloat16."""
-    if _is_arm() or not (_features().get("amx-bf16") and _features().get("avx512f")):
+    return _has_tiles("amx-bf16")
+
+
+@functools.cache
+def has_integer_amx() -> bool:
+    """Whether it may for bytes."""
+    return has_byte_dot() and _has_tiles("amx-int8")
+
+
+def _has_tiles(kind: str) -> bool:
+    if _is_arm() or not (_features().get(kind) and _features().get("avx512f")):
         return False
     from baton.kernels.cpu import amx
 

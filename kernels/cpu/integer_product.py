@@ -6,6 +6,8 @@ lie:
     Arm's SDOT           four products of bytes: four inputs of an output together; of a row's codes
                          the upper bytes of four inputs, then the lower. The sum of a group is 256
                          times that of the upper bytes and that of the lower ones
+    x86_64's VPDPBUSD    the same, of signed and unsigned bytes, and on tile registers
+                         (integer_rows.py)
     x86_64's VPMADDWD,   two products of 16 bits: two inputs of an output together, widened on their
     and other CPUs       way to a register; of a row's codes two inputs after two
 
@@ -16,16 +18,23 @@ small, which rounds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from baton.kernels.cpu import compiler
+from baton.kernels.cpu import compiler, integer_rows
+from baton.kernels.cpu.integer_codes import (
+    INPUTS_OF_LANE,
+    LANES_OF_GROUP,
+    code_lanes,
+    codes_of_half,
+    factor_and_scale,
+    load,
+    normalized,
+)
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
-from baton.kernels.cpu.norm import inverse_root
 from baton.kernels.cpu.vectors import (
     CODE,
     LANE,
@@ -34,13 +43,10 @@ from baton.kernels.cpu.vectors import (
     Integers,
     declare,
     lane_numbers,
-    rounded,
     whole_numbers,
 )
-from baton.kernels.integers import GROUP, LEAST_PEAK, MOST_OF_ROW, Bits, IntegerWeight
+from baton.kernels.integers import GROUP, MOST_OF_ROW, Bits, IntegerWeight
 
-INPUTS_OF_LANE = 4
-LANES_OF_GROUP = GROUP // INPUTS_OF_LANE
 BYTES = 2
 """Of a row's code."""
 
@@ -55,21 +61,21 @@ def tile_sizes() -> tuple[int, int]:
     """Lanes of a vector and rows of a block, so that all sums stay in this CPU's registers."""
     if compiler.has_dot():
         return QUAD, 2
+    if compiler.has_byte_dot():
+        return integer_rows.LANES, integer_rows.ROWS
     lanes, number = compiler.registers()
     return lanes, 2 if number == compiler.AVX2.number else 4
 
 
 def panel_depth(inputs: _Size, bits: Bits) -> _Size:
     """Lanes of each output, scales included."""
-    return _code_lanes(inputs, bits) + inputs // (GROUP if bits == 8 else GROUP // 2)
-
-
-def _code_lanes(inputs: _Size, bits: Bits) -> _Size:
-    return inputs // (INPUTS_OF_LANE * 8 // bits)
+    return code_lanes(inputs, bits) + inputs // (GROUP if bits == 8 else GROUP // 2)
 
 
 def block_depth(inputs: _Size, bits: Bits) -> _Size:
     """Lanes of each row, its scale and sums included."""
+    if compiler.has_byte_dot():
+        return integer_rows.block_depth(inputs, bits)
     lanes = inputs // INPUTS_OF_LANE * BYTES + 1
     return lanes if bits == 8 else lanes + inputs // GROUP
 
@@ -82,7 +88,8 @@ def suits(weight: IntegerWeight) -> bool:
 
 def packed(weight: IntegerWeight, panel: int) -> Tensor:
     """[panels, depth, panel], of 32 bits; the last panel holds the last outputs."""
-    together = torch.int32 if compiler.has_dot() else torch.int16
+    quads = compiler.has_dot() or compiler.has_byte_dot()
+    together = torch.int32 if quads else torch.int16
     parts = [weight.codes.view(together), weight.scales]
     if weight.offsets is not None:
         codes = _halves_of_bytes(weight.codes, together.itemsize)
@@ -117,7 +124,7 @@ def part_code(
     block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out = addend.of(element), out.of(result)
     lanes, width = inputs // INPUTS_OF_LANE, vectors * size
-    scales = panel.from_(_code_lanes(inputs, bits) * width)
+    scales = panel.from_(code_lanes(inputs, bits) * width)
     offsets = scales.from_(inputs // GROUP * width)
     row_sums = block.from_(lanes * (rows_of_block * BYTES) + rows_of_block)
     places = [(row, vector) for row in range(rows) for vector in range(vectors)]
@@ -125,7 +132,7 @@ def part_code(
     with code.sum_loop(0, inputs // GROUP, [code.zero()] * len(places)) as (group, totals):
         first = group * LANES_OF_GROUP
         codes = block.from_(first * (rows_of_block * BYTES))
-        weights = panel.from_(group * (_code_lanes(GROUP, bits) * width))
+        weights = panel.from_(group * (code_lanes(GROUP, bits) * width))
         sums = group_sums(code, codes, weights, rows, vectors, bits)
         factors = [scales.vector(group * width + size * vector) for vector in range(vectors)]
         for at, (row, vector) in enumerate(places):
@@ -149,9 +156,9 @@ def _sums_of_bytes(
     sums = [[ir.Constant(_LANES, None)] * vectors for _ in range(rows * BYTES)]
     for lane in range(LANES_OF_GROUP):
         at, half = divmod(lane, 8 // bits)
-        loaded = [_load(panel, (at * vectors + each) * QUAD, _CODES) for each in range(vectors)]
-        weights = [_codes_of(builder, each, half, bits) for each in loaded]
-        inputs = _load(block, lane * QUAD, _LANES)
+        loaded = [load(panel, (at * vectors + each) * QUAD, _CODES) for each in range(vectors)]
+        weights = [codes_of_half(builder, each, half, bits) for each in loaded]
+        inputs = load(block, lane * QUAD, _LANES)
         for byte, found in enumerate(sums):
             x = builder.shuffle_vector(inputs, inputs, lane_numbers([byte] * QUAD))
             for vector, weight in enumerate(weights):
@@ -172,15 +179,6 @@ def _plus_dot(builder: ir.IRBuilder, total: ir.Value, one: ir.Value, other: ir.V
     return builder.call(dot, [total, one, builder.bitcast(other, _CODES)])
 
 
-def _codes_of(builder: ir.IRBuilder, loaded: ir.Value, half: int, bits: Bits) -> ir.Value:
-    """The codes in bytes, or in one half of bytes and then 16 times as great."""
-    if bits == 8:
-        return loaded
-    if half:
-        return builder.and_(loaded, ir.Constant(loaded.type, [-16] * loaded.type.count))
-    return builder.shl(loaded, ir.Constant(loaded.type, [4] * loaded.type.count))
-
-
 def _sums_of_pairs(
     code: Function, block: Memory, panel: Memory, rows: int, vectors: int, bits: Bits
 ) -> list[Floats]:
@@ -195,17 +193,15 @@ def _sums_of_pairs(
         for pair in range(INPUTS_OF_LANE // 2):
             at, half = divmod(pair, 8 // bits)
             starts = [(at * vectors + vector) * size // 2 for vector in range(vectors)]
-            loaded = [_load(weights, start, codes) for start in starts]
-            wide = [builder.sext(_codes_of(builder, each, half, bits), pairs) for each in loaded]
+            loaded = [load(weights, start, codes) for start in starts]
+            wide = [
+                builder.sext(codes_of_half(builder, each, half, bits), pairs) for each in loaded
+            ]
             for row in range(rows):
                 both = builder.bitcast(x.repeated(row * BYTES + pair).value, pairs)
                 for at, weight in enumerate(wide, start=row * vectors):
                     sums[at] = sums[at].plus_pairs(weight, both)
     return [each.as_floats() for each in sums]
-
-
-def _load(memory: Memory, index: int, kind: ir.Type) -> ir.Value:
-    return memory.builder.load(memory.from_(index).value, typ=kind, align=4)
 
 
 def block_code(
@@ -218,12 +214,7 @@ def block_code(
     _, rows = tile_sizes()
     with code.loop(0, 1 if single else left.at_most(rows)) as row:
         source = x.of(element).from_(row * inputs)
-        size = inverse_root(code, source, epsilon, inputs) if normed else None
-
-        def numbers(at: Count, source: Memory = source, size: Floats | None = size) -> Floats:
-            found = source.vector(at)
-            return found if size is None else rounded(found * size * norm.vector(at), element)
-
+        numbers = normalized(code, source, inputs, (norm, epsilon) if normed else None)
         factor, scale = factor_and_scale(code, numbers, inputs, MOST_OF_ROW)
         scales = block.in_lanes(1).from_(inputs // INPUTS_OF_LANE * (rows * BYTES))
         scales.put(scale.arranged(scale, [0]), row)
@@ -240,16 +231,6 @@ def block_code(
                 scales.put(summed.arranged(summed, [0]), (group + 1) * rows + row)
     code.end()
     return code
-
-
-def factor_and_scale(
-    code: Function, numbers: Callable[[Count], Floats], count: Count, most: float
-) -> tuple[Floats, Floats]:
-    """What turns `count` numbers into codes of at most `most`, and these into the numbers."""
-    with code.sum_loop(0, count, [code.zero()], step=code.lanes) as (at, peaks):
-        peaks[0] = peaks[0].or_greater(numbers(at).magnitude())
-    peak, greatest = peaks[0].greatest().at_least(LEAST_PEAK), code.zero() + most
-    return greatest / peak, peak / greatest
 
 
 def _codes(numbers: Floats) -> ir.Value:

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from llvmlite import ir
 
-from baton.kernels.cpu import amx, integer_product
+from baton.kernels.cpu import amx, compiler, integer_product, integer_rows
 from baton.kernels.cpu.compiler import NEON, Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
@@ -140,6 +140,9 @@ def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
     """Some rows of one panel: (blocks, rows, inputs, panel, addend, its stride, out, its stride)"""
     if tile.amx:
         return amx.panel_code(module, result)
+    if tile.bits and compiler.has_byte_dot():
+        kind = (VECTORS, tile.element, result, tile.bits)
+        return integer_rows.panel_code(module, *kind)
     parts = [_part(module, tile, rows, result) for rows in range(1, tile.rows + 1)]
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"panel_{result}", types)
@@ -224,8 +227,8 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
 def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
     """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
     if tile.bits:
-        kind = (tile.element, tile.bits)
-        return integer_product.block_code(module, *kind, single=single, normed=normed)
+        part = integer_rows if compiler.has_byte_dot() else integer_product
+        return part.block_code(module, tile.element, tile.bits, single=single, normed=normed)
     name = f"block{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments
@@ -319,7 +322,9 @@ def _panels(code: Function, given: Arguments, tile: Tile) -> Iterator[_Place]:
     panels = (outputs + tile.panel - 1) // tile.panel
     parts = (every_row + rows_per_item - 1) // rows_per_item
     items = (panels + a_item - 1) // a_item * parts
-    registers = amx.tile_registers(code, used=tile.amx)
+    on_tiles = integer_rows.on_tiles(tile.bits)
+    shapes = integer_rows.TILE_SHAPES if on_tiles else amx.WHOLE
+    registers = amx.tile_registers(code, used=tile.amx or on_tiles, shapes=shapes)
     with registers, code.claim(given.field("items_claimed"), items) as item:
         first, row = item // parts * a_item, item % parts * rows_per_item
         rows = (every_row - row).at_most(rows_per_item)

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.kernels import SCALE_BYTES
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import Library
-from baton.kernels.cpu.integer_product import factor_and_scale
+from baton.kernels.cpu.integer_codes import factor_and_scale
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.norm import inverse_root
 from baton.kernels.cpu.vectors import CODE, FLOAT, Floats, element_of, vector_of

@@ -13,22 +13,24 @@ from contextlib import contextmanager
 import pytest
 from llvmlite import ir
 
-from baton.kernels.cpu import amx, compiler, paged_attention, product
-from baton.kernels.cpu.amx import HALF, TileCode
+from baton.kernels.cpu import amx, compiler, integer_rows, paged_attention, product
+from baton.kernels.cpu.amx import HALF, WHOLE, Shape, TileCode
 from baton.kernels.cpu.compiler import AVX512
 from baton.kernels.cpu.ir_builder import Count, Function, Memory, number
-from baton.kernels.cpu.vectors import BFLOAT16, Floats, floats_type
+from baton.kernels.cpu.vectors import BFLOAT16, Floats, Integers, floats_type, lane_numbers
 
 BYTE = ir.IntType(8)
 LINE = 16
 """Float32 numbers of a register's row."""
 
+INTEGERS = ir.VectorType(ir.IntType(32), LINE)
+
 
 class EmulatedTiles(TileCode):
     """A function's registers: none are kept for another function."""
 
-    def __init__(self, code: Function) -> None:
-        super().__init__(code)
+    def __init__(self, code: Function, shapes: tuple[Shape, ...] = WHOLE) -> None:
+        super().__init__(code, shapes)
         space = code.builder.alloca(floats_type(LINE), size=8 * HALF)
         self._registers = Memory(code.builder, space, LINE)
 
@@ -43,8 +45,12 @@ class EmulatedTiles(TileCode):
             self._row(register, row).put(self._code.zero())
 
     def load(self, register: int, source: Memory, stride: Count | int) -> None:
-        for row in range(HALF):
-            self._row(register, row).put(self._place(source, row, stride).vector())
+        shape = self._shapes[register]
+        for row in range(shape.rows):
+            lanes = shape.row_bytes // 4
+            found = self._place(source, row, stride).in_lanes(lanes).vector()
+            whole = found.arranged(found, [lane % lanes for lane in range(LINE)])
+            self._row(register, row).put(whole)
 
     def store(self, register: int, target: Memory, stride: Count | int) -> None:
         for row in range(HALF):
@@ -62,6 +68,16 @@ class EmulatedTiles(TileCode):
             place = self._row(sums, row)
             place.put(place.vector() + (parity[0] + parity[1]))
 
+    def add_byte_products(self, sums: int, x: int, weights: int) -> None:
+        with self._code.loop(0, HALF) as row:
+            place = self._row(sums, row)
+            total = Integers(self._code.builder, _bits(place.vector()))
+            with self._code.sum_loop(0, self._shapes[weights].rows, [total]) as (quad, totals):
+                words = _bits(self._row(weights, quad).vector())
+                codes = _bits(self._row(x, row).repeated(quad))
+                totals[0] = plus_dot(totals[0], words, codes)
+            place.put(_floats(totals[0]))
+
     def _row(self, register: int, row: Count | int) -> Memory:
         return self._registers.from_(register * HALF * LINE).from_(row * LINE)
 
@@ -69,6 +85,31 @@ class EmulatedTiles(TileCode):
     def _place(memory: Memory, row: int, stride: Count | int) -> Memory:
         moved = memory.builder.gep(memory.value, [number(stride * row)], source_etype=BYTE)
         return Memory(memory.builder, moved, LINE)
+
+
+def _bits(numbers: Floats) -> ir.Value:
+    return numbers.builder.bitcast(numbers.value, INTEGERS)
+
+
+def _floats(numbers: Integers) -> Floats:
+    return Floats(numbers.builder, numbers.builder.bitcast(numbers.value, floats_type(LINE)))
+
+
+def plus_dot(
+    total: Integers, one: ir.Value, other: ir.Value, *, is_signed: bool = True
+) -> Integers:
+    """Adds the products of each lane's four bytes; those of `one` may be unsigned."""
+    builder, found, down = total.builder, total.value, lane_numbers([24] * LINE)
+    of_one = builder.ashr if is_signed else builder.lshr
+    for shift in (24, 16, 8, 0):
+        left, right = (builder.shl(each, lane_numbers([shift] * LINE)) for each in (one, other))
+        found = builder.add(found, builder.mul(of_one(left, down), builder.ashr(right, down)))
+    return Integers(builder, found)
+
+
+def _plus_byte_dot(total: Integers, unsigned: ir.Value, signed: Integers) -> Integers:
+    words = total.builder.bitcast(unsigned, INTEGERS)
+    return plus_dot(total, words, signed.value, is_signed=False)
 
 
 def _number_of_pair(words: Floats, odd: int) -> Floats:
@@ -83,14 +124,20 @@ def _number_of_pair(words: Floats, odd: int) -> Floats:
 
 
 @contextmanager
-def emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, what is compiled takes this CPU for one with AMX, and emulates it."""
+def emulated_tiles(monkeypatch: pytest.MonkeyPatch, *, of_bytes: bool = True) -> Iterator[None]:
+    """Within, what is compiled takes this CPU for one with AMX, and emulates it, also for bytes or
+    for them only the dot products of vectors."""
     caches = (product.library, paged_attention._compiled)
+    digest = compiler.source_digest()
     with monkeypatch.context() as patched:
         patched.setattr(compiler, "registers", lambda: AVX512)
+        patched.setattr(compiler, "has_dot", lambda: False)
         patched.setattr(compiler, "has_amx", lambda: True)
+        patched.setattr(compiler, "has_byte_dot", lambda: True)
+        patched.setattr(compiler, "has_integer_amx", lambda: of_bytes)
         patched.setattr(amx, "TileCode", EmulatedTiles)
-        patched.setattr(compiler, "source_digest", lambda: "emulated")
+        patched.setattr(integer_rows, "plus_byte_dot", _plus_byte_dot)
+        patched.setattr(compiler, "source_digest", lambda: f"emulated {of_bytes} {digest}")
         for cache in caches:
             cache.cache_clear()
         yield

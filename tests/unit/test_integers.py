@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
+from emulated_tiles import emulated_tiles
 from engine_loop import load, serve
 from rank_threads import split_engine
 from tiny_models import TINY_MODELS, save
@@ -135,11 +136,23 @@ def test_code_without_dot_products_has_the_same_bits(
     kind: WeightCodes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiler, "has_dot", lambda: False)
+    for name in ("has_dot", "has_byte_dot", "has_integer_amx"):
+        monkeypatch.setattr(compiler, name, lambda: False)
     monkeypatch.setattr(compiler, "registers", lambda: registers)
     product.library.cache_clear()
     test_compiled_products_have_the_bits_of_torchs(96, 199, dtype, biased=False, kind=kind)
     product.library.cache_clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiles", [False, True], ids=["vectors", "tiles"])
+def test_code_for_unsigned_bytes_has_the_same_bits(
+    tiles: bool, dtype: torch.dtype, kind: WeightCodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with emulated_tiles(monkeypatch, of_bytes=tiles):
+        test_compiled_products_have_the_bits_of_torchs(96, 199, dtype, biased=True, kind=kind)
+        test_gates_of_codes("silu", dtype, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,57 @@
+"""What the codes of all CPUs have in common (integer_product.py, integer_rows.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from llvmlite import ir
+
+from baton.kernels.cpu.ir_builder import Count, Function, Memory
+from baton.kernels.cpu.norm import inverse_root
+from baton.kernels.cpu.vectors import Floats, rounded
+from baton.kernels.integers import GROUP, LEAST_PEAK, Bits
+
+INPUTS_OF_LANE = 4
+LANES_OF_GROUP = GROUP // INPUTS_OF_LANE
+
+_Size = TypeVar("_Size", int, Count)
+
+
+def code_lanes(inputs: _Size, bits: Bits) -> _Size:
+    """Lanes of an output's codes."""
+    return inputs // (INPUTS_OF_LANE * 8 // bits)
+
+
+def codes_of_half(builder: ir.IRBuilder, loaded: ir.Value, half: int, bits: Bits) -> ir.Value:
+    """The codes in bytes, or in one half of bytes and then 16 times as great."""
+    if bits == 8:
+        return loaded
+    if half:
+        return builder.and_(loaded, ir.Constant(loaded.type, [-16] * loaded.type.count))
+    return builder.shl(loaded, ir.Constant(loaded.type, [4] * loaded.type.count))
+
+
+def load(memory: Memory, index: int, kind: ir.Type) -> ir.Value:
+    return memory.builder.load(memory.from_(index).value, typ=kind, align=4)
+
+
+def normalized(
+    code: Function, x: Memory, size: Count, norm: tuple[Memory, Memory] | None
+) -> Callable[[Count], Floats]:
+    """Vectors of a row of x; if a norm's weight and epsilon are given, normalized and rounded."""
+    if norm is None:
+        return x.vector
+    weight, epsilon = norm
+    scale = inverse_root(code, x, epsilon, size)
+    return lambda at: rounded(x.vector(at) * scale * weight.vector(at), x.element)
+
+
+def factor_and_scale(
+    code: Function, numbers: Callable[[Count], Floats], count: Count, most: float
+) -> tuple[Floats, Floats]:
+    """What turns `count` numbers into codes of at most `most`, and these into the numbers."""
+    with code.sum_loop(0, count, [code.zero()], step=code.lanes) as (at, peaks):
+        peaks[0] = peaks[0].or_greater(numbers(at).magnitude())
+    peak, greatest = peaks[0].greatest().at_least(LEAST_PEAK), code.zero() + most
+    return greatest / peak, peak / greatest

@@ -1,0 +1,282 @@
+"""Products of codes on x86_64 with AVX-512's dot products of bytes (VPDPBUSD), and on tile
+registers (AMX).
+
+Four inputs of an output lie together, as on Arm; of each 32 inputs of a row the upper bytes, then
+the lower. A block has row after row: codes, what the sums of groups begin with, for int4 the sums
+of codes, the scale. Both kinds of code add up the same integers, so they give the same bits:
+
+    vectors   up to FEW_ROWS rows. The instruction takes weights as unsigned bytes, which are 128
+              too great; a group's sum begins with -128 times the sum of the row's codes
+    tiles     up to 16 rows, of int8 alone. One instruction multiplies 16 rows and 16 outputs over
+              the 32 inputs of a group. The sums of its upper and lower bytes go through memory to
+              vectors, where they are joined and scaled
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TypeVar
+
+from llvmlite import ir
+
+from baton.kernels.cpu import amx, compiler
+from baton.kernels.cpu.amx import Shape
+from baton.kernels.cpu.integer_codes import (
+    INPUTS_OF_LANE,
+    LANES_OF_GROUP,
+    code_lanes,
+    codes_of_half,
+    factor_and_scale,
+    load,
+    normalized,
+)
+from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
+from baton.kernels.cpu.vectors import (
+    CODE,
+    LANE,
+    Floats,
+    Integers,
+    declare,
+    floats_type,
+    lane_numbers,
+    whole_numbers,
+)
+from baton.kernels.integers import GROUP, MOST_OF_ROW, Bits
+
+LANES = 16
+ROWS = 16
+FEW_ROWS = 4
+"""Rows that vectors multiply at once, so that all sums stay in registers."""
+
+UPPER, LOWER = 0, LANES_OF_GROUP
+"""Lanes from the start of a group of a row's codes."""
+
+_UPPER_SUMS, _LOWER_SUMS, _UPPER_X, _LOWER_X, _WEIGHTS = range(5)
+_OPERAND = Shape(row_bytes=GROUP)
+TILE_SHAPES = (Shape(), Shape(), _OPERAND, _OPERAND, Shape(rows=LANES_OF_GROUP), *[Shape()] * 3)
+
+_INTEGERS = ir.VectorType(LANE, LANES)
+_BYTES = ir.VectorType(CODE, LANES * INPUTS_OF_LANE)
+
+_Size = TypeVar("_Size", int, Count)
+
+
+def on_tiles(bits: Bits | None) -> bool:
+    """Whether products of such codes are of tile registers."""
+    return bits == 8 and compiler.has_integer_amx()
+
+
+def block_depth(inputs: _Size, bits: Bits) -> _Size:
+    """Lanes of a row, from a cache line to a cache line."""
+    return (_scale_place(inputs, bits) + LANES) // LANES * LANES
+
+
+def _scale_place(inputs: _Size, bits: Bits) -> _Size:
+    return inputs // 2 + inputs // (GROUP * bits // 8)
+
+
+def block_code(
+    module: ir.Module, element: ir.Type, bits: Bits, *, single: bool, normed: bool
+) -> Function:
+    """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
+    name = f"codes{'_of_one' * single}{'_normed' * normed}"
+    types = [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER]
+    code = Function(module, name, types, lanes=LANES)
+    x, left, inputs, norm, epsilon, block = code.arguments
+    with code.loop(0, 1 if single else left.at_most(ROWS)) as row:
+        source = x.of(element).from_(row * inputs)
+        numbers = normalized(code, source, inputs, (norm, epsilon) if normed else None)
+        factor, scale = factor_and_scale(code, numbers, inputs, MOST_OF_ROW)
+        target = block.from_(row * block_depth(inputs, bits))
+        _put_one(target, scale, _scale_place(inputs, bits))
+        with code.loop(0, inputs // GROUP) as group:
+            total = code.zero()
+            for start in range(0, GROUP, LANES):
+                scaled = numbers(group * GROUP + start) * factor
+                _put_codes(target.from_(group * LANES + start // INPUTS_OF_LANE), scaled)
+                total = total + scaled.nearest()
+            summed = total.total()
+            begin = code.builder.bitcast(whole_numbers(summed * -128.0), floats_type(LANES))
+            _put_one(target, Floats(code.builder, begin), inputs // 2 + group)
+            if bits == 4:
+                _put_one(target, summed, inputs // 2 + inputs // GROUP + group)
+    code.end()
+    return code
+
+
+def _put_one(target: Memory, numbers: Floats, index: Count) -> None:
+    """The first lane."""
+    target.in_lanes(1).put(numbers.arranged(numbers, [0]), index)
+
+
+def _put_codes(target: Memory, numbers: Floats) -> None:
+    """A lower byte is signed, so the upper one is that of the number and 128."""
+    builder, whole = numbers.builder, whole_numbers(numbers)
+    rounded_up = builder.add(whole, lane_numbers([128] * LANES))
+    upper = builder.ashr(rounded_up, lane_numbers([8] * LANES))
+    for codes, place in ((upper, UPPER), (whole, LOWER)):
+        stored = builder.trunc(codes, ir.VectorType(CODE, LANES))
+        builder.store(stored, target.from_(place).value, align=4)
+
+
+def panel_code(
+    module: ir.Module, vectors: int, element: ir.Type, result: ir.Type, bits: Bits
+) -> Function:
+    """Some rows of one panel: (blocks, rows, inputs, panel, addend, its stride, out, its stride)"""
+    counts = range(1, FEW_ROWS + 1)
+    parts = [_vector_code(module, count, vectors, element, result, bits) for count in counts]
+    tiles = _tile_code(module, vectors, element, result) if on_tiles(bits) else None
+    types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    code = Function(module, f"panel_{result}", types)
+    blocks, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    addend, out, step = addend.of(element), out.of(result), ROWS if tiles else FEW_ROWS
+    with code.loop(0, rows, step=step) as row:
+        left = (rows - row).at_most(step)
+        block = blocks.from_(row * block_depth(inputs, bits))
+        target, added = out.from_(row * out_stride), addend.from_(row * addend_stride)
+        rest = (inputs, panel, added, addend_stride, target, out_stride)
+        for count, part in enumerate(parts, start=1):
+            with code.when(left.compare("==", count)):
+                code.call(part, block, *rest)
+        if tiles:
+            with code.when(left.compare(">", FEW_ROWS)):
+                code.call(tiles, block, left, *rest)
+    code.end()
+    return code
+
+
+def _vector_code(
+    module: ir.Module, rows: int, vectors: int, element: ir.Type, result: ir.Type, bits: Bits
+) -> Function:
+    """Some rows: (block, inputs, panel, addend, its stride, out, its stride)"""
+    types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    code = Function(module, f"vectors_{result}_{rows}", types, lanes=LANES)
+    block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    addend, out, groups, width = (
+        addend.of(element),
+        out.of(result),
+        inputs // GROUP,
+        vectors * LANES,
+    )
+    of_rows = [block.from_(block_depth(inputs, bits) * row) for row in range(rows)]
+    scales = panel.from_(code_lanes(inputs, bits) * width)
+    offsets = scales.from_(groups * width)
+    places = list(product(range(rows), range(vectors)))
+    with code.sum_loop(0, groups, [code.zero()] * len(places)) as (group, totals):
+        weights = panel.from_(group * (code_lanes(GROUP, bits) * width))
+        begins = [_repeated(row, inputs // 2 + group) for row in of_rows]
+        codes = [row.from_(group * LANES) for row in of_rows]
+        sums = _sums_of_group(code, codes, begins, weights, vectors, bits)
+        for at, (row, vector) in enumerate(places):
+            place = group * width + vector * LANES
+            totals[at] = totals[at] + sums[at] * scales.vector(place)
+            if bits == 4:
+                sum_of_row = of_rows[row].repeated(inputs // 2 + groups + group)
+                totals[at] = totals[at] + sum_of_row * offsets.vector(place)
+    for at, (row, vector) in enumerate(places):
+        scale = of_rows[row].repeated(_scale_place(inputs, bits))
+        added = addend.vector(addend_stride * row + vector * LANES)
+        out.put(totals[at] * scale + added, out_stride * row + vector * LANES)
+    code.end()
+    return code
+
+
+def _sums_of_group(
+    code: Function,
+    codes: list[Memory],
+    begins: list[Integers],
+    weights: Memory,
+    vectors: int,
+    bits: Bits,
+) -> list[Floats]:
+    """For each row and vector."""
+    builder, share = code.builder, 8 // bits
+    zero = Integers(builder, ir.Constant(_INTEGERS, None))
+    first = [each for begin in begins for each in ([zero] * vectors + [begin] * vectors)]
+    # A loop: unrolled, all weights of a group are loaded before the first product.
+    with code.sum_loop(0, LANES_OF_GROUP, first, step=2) as (lane, sums):
+        for turn in range(2):
+            at, half = divmod(turn, share)
+            start = weights.from_(lane // share * (vectors * LANES))
+            loaded = [load(start, (at * vectors + v) * LANES, _BYTES) for v in range(vectors)]
+            unsigned = [_unsigned(builder, codes_of_half(builder, w, half, bits)) for w in loaded]
+            for index, (row, byte) in enumerate(product(codes, (UPPER, LOWER))):
+                x = _repeated(row, lane + (turn + byte))
+                for vector, weight in enumerate(unsigned, start=index * vectors):
+                    sums[vector] = plus_byte_dot(sums[vector], weight, x)
+    rows = [sums[start : start + 2 * vectors] for start in range(0, len(sums), 2 * vectors)]
+    pairs = [pair for row in rows for pair in zip(row[:vectors], row[vectors:], strict=True)]
+    return [_joined(upper, lower) for upper, lower in pairs]
+
+
+def _unsigned(builder: ir.IRBuilder, weights: ir.Value) -> ir.Value:
+    """Codes and 128."""
+    return builder.xor(weights, ir.Constant(_BYTES, [-128] * _BYTES.count))
+
+
+def plus_byte_dot(total: Integers, unsigned: ir.Value, signed: Integers) -> Integers:
+    """Adds the products of each lane's four bytes."""
+    builder = total.builder
+    name = "llvm.x86.avx512.vpdpbusd.512"
+    dot = declare(builder.module, name, _INTEGERS, [_INTEGERS] * 3)
+    weights = builder.bitcast(unsigned, _INTEGERS)
+    return Integers(builder, builder.call(dot, [total.value, weights, signed.value]))
+
+
+def _repeated(memory: Memory, index: Count) -> Integers:
+    """One integer, in all lanes."""
+    bits = memory.in_lanes(LANES).repeated(index)
+    return Integers(memory.builder, memory.builder.bitcast(bits.value, _INTEGERS))
+
+
+def _joined(upper: Integers, lower: Integers) -> Floats:
+    builder = upper.builder
+    shifted = builder.shl(upper.value, lane_numbers([8] * LANES))
+    return Integers(builder, builder.add(shifted, lower.value)).as_floats()
+
+
+def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Type) -> Function:
+    """Up to 16 rows, within tile registers of TILE_SHAPES:
+    (block, rows, inputs, panel, addend, its stride, out, its stride)"""
+    types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    code = Function(module, f"tiles_{result}", types, lanes=LANES)
+    block, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    addend, out, width = addend.of(element), out.of(result), vectors * LANES
+    space = code.builder.alloca(floats_type(LANES), size=2 * ROWS)
+    passed, tiles = Memory(code.builder, space, LANES), amx.TileCode(code, TILE_SHAPES)
+    depth, scales = block_depth(inputs, 8), panel.from_(code_lanes(inputs, 8) * width)
+    with code.loop(0, width, step=LANES) as column:
+        weights = panel.from_(column)
+        with code.sum_loop(0, inputs // GROUP, [code.zero()] * ROWS) as (group, totals):
+            of_group = weights.from_(group * (LANES_OF_GROUP * width))
+            _put_sums(tiles, block.from_(group * LANES), depth, of_group, width, passed)
+            factor = scales.vector(group * width + column)
+            for row in range(ROWS):
+                sums = [_integers(passed, place + row * LANES) for place in (0, ROWS * LANES)]
+                totals[row] = totals[row] + _joined(*sums) * factor
+        for row, total in enumerate(totals):
+            passed.put(total, row * LANES)
+        with code.loop(0, rows) as row:
+            scale = block.repeated(row * depth + _scale_place(inputs, 8))
+            added = addend.vector(row * addend_stride + column)
+            out.put(passed.vector(row * LANES) * scale + added, row * out_stride + column)
+    code.end()
+    return code
+
+
+def _put_sums(
+    tiles: amx.TileCode, codes: Memory, depth: Count, weights: Memory, width: int, out: Memory
+) -> None:
+    """A group's sums of upper bytes [rows, outputs], then those of lower bytes."""
+    tiles.load(_WEIGHTS, weights, 4 * width)
+    kinds = ((_UPPER_X, _UPPER_SUMS, UPPER), (_LOWER_X, _LOWER_SUMS, LOWER))
+    for index, (x, sums, place) in enumerate(kinds):
+        tiles.load(x, codes.from_(place), depth * 4)
+        tiles.zero(sums)
+        tiles.add_byte_products(sums, x, _WEIGHTS)
+        tiles.store(sums, out.from_(index * (ROWS * LANES)), amx.ROW_BYTES)
+
+
+def _integers(memory: Memory, index: int) -> Integers:
+    loaded = memory.vector(index)
+    return Integers(memory.builder, memory.builder.bitcast(loaded.value, _INTEGERS))
