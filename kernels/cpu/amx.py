@@ -6,7 +6,8 @@ one after another, those of odd inputs likewise, and then both. So each sum runs
 32 by 32 in order, for any number of rows.
 
 Four registers have the sums of 32 rows and 32 outputs, two x and two weights. A panel has 32
-outputs: of each 32 inputs first 16 outputs' pairs of inputs, then the other 16 outputs'.
+outputs: of each 32 inputs first 16 outputs' pairs of inputs, then the other 16 outputs'. A block
+has 32 rows: of each 32 inputs row after row, so that a register is loaded from neighbouring lines.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ HALF = 16
 REGISTERS = 8
 ROW_BYTES = 64
 LANES = 16
+
+LINES_AHEAD = 8
+"""Cache lines of the next panel that are fetched for each 32 inputs of 32 rows, a quarter of them:
+so that 128 rows fetch all of it."""
 
 _BYTE = ir.IntType(8)
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
@@ -139,13 +144,18 @@ def add_products(
     inputs: Count | int,
     weights: list[Memory],
     outputs: int,
+    rows: int = 1,
+    ahead: Memory | None = None,
 ) -> None:
     """Adds to registers 0 to 3 the products of each 16 rows of x, `x_stride` bytes apart, with
-    each 16 outputs of weights, laid out with `outputs` numbers for an input. Registers 4 and 5
-    have x, 6 and 7 weights."""
+    each 16 outputs of weights, laid out with `rows` and `outputs` numbers for an input. Registers 4
+    and 5 have x, 6 and 7 weights. What lies `ahead` is fetched, as much as the weights."""
     with code.loop(0, inputs, step=INPUTS) as first:
         for row, of_rows in enumerate(x):
-            tiles.load(4 + row, of_rows.from_(first), x_stride)
+            tiles.load(4 + row, of_rows.from_(first * rows), x_stride)
+        if ahead:
+            for line in range(LINES_AHEAD):
+                ahead.prefetch(first * outputs + line * HALF * 2, keep=2)
         for column, of_outputs in enumerate(weights):
             register = 6 + column % 2
             tiles.load(register, of_outputs.from_(first * outputs), ROW_BYTES)
@@ -166,9 +176,11 @@ def panel_code(module: ir.Module, result: ir.Type) -> Function:
     with code.loop(0, rows, step=ROWS) as row:
         left = (rows - row).at_most(ROWS)
         block = x.from_(row * inputs)
+        part = row // ROWS % (OUTPUTS // LINES_AHEAD)
+        ahead = panel.from_(inputs * OUTPUTS + part * (LINES_AHEAD * HALF * 2))
         for halves, how in ((1, "<="), (2, ">")):
             with code.when(left.compare(how, HALF)):
-                _sums_of_block(code, tiles, block, inputs, panel, sums, halves)
+                _sums_of_block(code, tiles, block, inputs, panel, ahead, sums, halves)
         with code.loop(0, left) as index:
             added = addend.from_((row + index) * addend_stride)
             target = out.from_((row + index) * out_stride)
@@ -185,6 +197,7 @@ def _sums_of_block(
     x: Memory,
     inputs: Count,
     panel: Memory,
+    ahead: Memory,
     sums: Memory,
     halves: int,
 ) -> None:
@@ -192,9 +205,10 @@ def _sums_of_block(
     places = list(product(range(halves), range(2)))
     for row, column in places:
         tiles.zero(2 * row + column)
-    blocks = [x.from_(inputs * (row * HALF)) for row in range(halves)]
+    blocks = [x.from_(row * HALF * INPUTS) for row in range(halves)]
     weights = [panel.from_(column * (INPUTS * HALF)) for column in range(2)]
-    add_products(code, tiles, blocks, inputs * 2, inputs, weights, OUTPUTS)
+    layout = (ROW_BYTES, inputs, weights, OUTPUTS, ROWS)
+    add_products(code, tiles, blocks, *layout, ahead=ahead)
     for row, column in places:
         target = sums.from_(row * HALF * OUTPUTS + column * HALF)
         tiles.store(2 * row + column, target, 4 * OUTPUTS)

@@ -25,6 +25,9 @@ CHUNK_ROWS = 48
 threads busy."""
 
 
+CHUNK_ROWS_ON_TILES = 192
+"""The same on tile registers, where keys and values are laid out for each work item."""
+
 CHUNK_STEP = 64
 """Tokens that are read for all rows of a work item before the next: as many as stay in the
 first cache."""
@@ -128,7 +131,8 @@ class AttentionCode:
 
     def __init__(self, shape: Heads) -> None:
         self._shape = shape
-        self._chunk_tokens = max(1, CHUNK_ROWS // shape.group)
+        rows = CHUNK_ROWS_ON_TILES if shape.amx else CHUNK_ROWS
+        self._chunk_tokens = max(1, rows // shape.group)
         self.decode_scratch = Scratch(shape, shape.group)
         self.chunk_scratch = Scratch(shape, self._chunk_tokens * shape.group)
 

@@ -37,7 +37,14 @@ from baton.kernels.cpu.attention_shape import (
     Step,
 )
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
-from baton.kernels.cpu.vectors import FLOAT, constant, exp_of_negative, tanh
+from baton.kernels.cpu.vectors import (
+    FLOAT,
+    LOG2_E,
+    constant,
+    exp_of_negative,
+    power_of_2,
+    tanh,
+)
 
 LEAST = -3e38
 """Less than any score."""
@@ -138,10 +145,12 @@ class Tiles:
         with code.sum_loop(0, vectors, [least], step=shape.lanes) as (token, greatest):
             greatest[0] = greatest[0].or_greater(scores.vector(token))
         top = greatest[0].greatest() * scale
-        below = code.zero() - top
+        # Weights of tile registers are rounded to bfloat16: a short polynomial will do.
+        power, unit = (power_of_2, LOG2_E) if shape.amx else (exp_of_negative, 1.0)
+        below = code.zero() - top * unit
         with code.sum_loop(0, vectors, [code.zero()], step=shape.lanes) as (token, sums):
             score = scores.vector(token)
-            weight = exp_of_negative(below.plus_product(score, scale))
+            weight = power(below.plus_product(score, scale * unit))
             seen, share = score.above(LEAST / 2), weight
             if shape.scaled:
                 share = weight * scales.vector(token + SPLIT)

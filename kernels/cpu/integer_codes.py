@@ -8,8 +8,7 @@ from typing import TypeVar
 from llvmlite import ir
 
 from baton.kernels.cpu.ir_builder import Count, Function, Memory
-from baton.kernels.cpu.norm import inverse_root
-from baton.kernels.cpu.vectors import Floats, rounded
+from baton.kernels.cpu.vectors import Floats
 from baton.kernels.integers import GROUP, LEAST_PEAK, Bits
 
 INPUTS_OF_LANE = 4
@@ -34,17 +33,6 @@ def codes_of_half(builder: ir.IRBuilder, loaded: ir.Value, half: int, bits: Bits
 
 def load(memory: Memory, index: int, kind: ir.Type) -> ir.Value:
     return memory.builder.load(memory.from_(index).value, typ=kind, align=4)
-
-
-def normalized(
-    code: Function, x: Memory, size: Count, norm: tuple[Memory, Memory] | None
-) -> Callable[[Count], Floats]:
-    """Vectors of a row of x; if a norm's weight and epsilon are given, normalized and rounded."""
-    if norm is None:
-        return x.vector
-    weight, epsilon = norm
-    scale = inverse_root(code, x, epsilon, size)
-    return lambda at: rounded(x.vector(at) * scale * weight.vector(at), x.element)
 
 
 def factor_and_scale(

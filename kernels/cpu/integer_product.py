@@ -32,9 +32,9 @@ from baton.kernels.cpu.integer_codes import (
     codes_of_half,
     factor_and_scale,
     load,
-    normalized,
 )
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
+from baton.kernels.cpu.norm import normalized
 from baton.kernels.cpu.vectors import (
     CODE,
     LANE,

@@ -28,9 +28,9 @@ from baton.kernels.cpu.integer_codes import (
     codes_of_half,
     factor_and_scale,
     load,
-    normalized,
 )
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
+from baton.kernels.cpu.norm import normalized
 from baton.kernels.cpu.vectors import (
     CODE,
     LANE,
@@ -251,11 +251,11 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
             of_group = weights.from_(group * (LANES_OF_GROUP * width))
             _put_sums(tiles, block.from_(group * LANES), depth, of_group, width, passed)
             factor = scales.vector(group * width + column)
-            for row in range(ROWS):
-                sums = [_integers(passed, place + row * LANES) for place in (0, ROWS * LANES)]
-                totals[row] = totals[row] + _joined(*sums) * factor
-        for row, total in enumerate(totals):
-            passed.put(total, row * LANES)
+            for at in range(ROWS):
+                sums = [_integers(passed, place + at * LANES) for place in (0, ROWS * LANES)]
+                totals[at] = totals[at] + _joined(*sums) * factor
+        for at, total in enumerate(totals):
+            passed.put(total, at * LANES)
         with code.loop(0, rows) as row:
             scale = block.repeated(row * depth + _scale_place(inputs, 8))
             added = addend.vector(row * addend_stride + column)

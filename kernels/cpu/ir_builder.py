@@ -115,12 +115,12 @@ class Memory:
             return repeat(self.builder, scalar, self.lanes)
         return self.in_lanes(1).vector(index).spread(self.lanes)
 
-    def prefetch(self, index: Count | int = 0) -> None:
-        """Fetches the cache line ahead of its use."""
+    def prefetch(self, index: Count | int = 0, keep: int = 3) -> None:
+        """Fetches the cache line ahead of its use, into the first cache or, with 2, the second."""
         kinds = [POINTER, LANE, LANE, LANE]
         intrinsic = declare(self.builder.module, "llvm.prefetch.p0", ir.VoidType(), kinds)
-        read, keep, data = (ir.Constant(LANE, value) for value in (0, 3, 1))
-        self.builder.call(intrinsic, [self.from_(index).value, read, keep, data])
+        how = [ir.Constant(LANE, value) for value in (0, keep, 1)]  # a read, of data
+        self.builder.call(intrinsic, [self.from_(index).value, *how])
 
     def put(self, numbers: Floats, index: Count | int = 0) -> None:
         if self.element == FLOAT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 from llvmlite import ir
 from torch import Tensor
@@ -82,3 +83,14 @@ def inverse_root(code: Function, numbers: Memory, epsilon: Memory, size: Count) 
         squares[0] = squares[0].plus_product(x, x)
     mean = squares[0].total() / size.as_floats(code.lanes)
     return (code.zero() + 1.0) / (mean + epsilon.repeated()).root()
+
+
+def normalized(
+    code: Function, x: Memory, size: Count, norm: tuple[Memory, Memory] | None
+) -> Callable[[Count], Floats]:
+    """Vectors of a row of x; if a norm's weight and epsilon are given, normalized and rounded."""
+    if norm is None:
+        return x.vector
+    weight, epsilon = norm
+    scale = inverse_root(code, x, epsilon, size)
+    return lambda at: rounded(x.vector(at) * scale * weight.vector(at), x.element)

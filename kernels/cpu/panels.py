@@ -101,11 +101,9 @@ class Panels:
         halves = (None, None) if added is None else added.chunk(2, dim=1)
         (addend, stride), (up_addend, _) = self._addends(halves[0]), up._addends(halves[1])
         gated = x.new_empty(x.shape[0], self._outputs)
-        size = gated.numel()
-        blocks, gate, raised = compiler.scratch(self._block_numbers(x), size, size)
-        arguments = self._arguments(x, norm, blocks, addend, stride, gate)
+        (blocks,) = compiler.scratch(self._block_numbers(x))
+        arguments = self._arguments(x, norm, blocks, addend, stride, gated.data_ptr())
         arguments.up_panels, arguments.up_addend = up._panels.data_ptr(), up_addend.data_ptr()
-        arguments.up_out, arguments.gated = raised, gated.data_ptr()
         return self._run(activation, arguments, gated)
 
     def _product(self, x: Tensor, norm: RMSNorm | None, addend: Tensor, stride: int) -> Tensor:

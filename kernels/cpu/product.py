@@ -23,7 +23,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from llvmlite import ir
@@ -31,6 +31,7 @@ from llvmlite import ir
 from baton.kernels.cpu import amx, compiler, integer_product, integer_rows
 from baton.kernels.cpu.compiler import NEON, Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
+from baton.kernels.cpu.norm import normalized
 from baton.kernels.cpu.vectors import (
     FLOAT,
     LANE,
@@ -38,6 +39,7 @@ from baton.kernels.cpu.vectors import (
     Floats,
     constant,
     exp,
+    floats_type,
     rounded,
     transposed,
 )
@@ -55,6 +57,10 @@ Size = TypeVar("Size", int, Count)
 OUTPUTS_PER_ITEM = 96
 """Outputs that a thread claims at once, at most: fewer interrupt the stream from memory, more
 leave a thread idle at the end."""
+
+GATED_ROWS = 128
+"""Rows whose gates and what they multiply stay in a cache until they are multiplied; a multiple of
+any block."""
 
 ROWS_PER_ITEM = 64
 """Rows that a thread claims at once, at least, where there are too few outputs for all threads."""
@@ -106,10 +112,8 @@ class ProductArguments(ctypes.Structure):
         ("addend", ctypes.c_void_p),  # added to the product: a row for all, or one each
         ("addend_stride", ctypes.c_int64),  # 0, or outputs
         ("out", ctypes.c_void_p),  # [rows, outputs]
-        ("up_panels", ctypes.c_void_p),  # gated products only: as panels, addend and out
+        ("up_panels", ctypes.c_void_p),  # gated products only: as panels and addend
         ("up_addend", ctypes.c_void_p),
-        ("up_out", ctypes.c_void_p),
-        ("gated", ctypes.c_void_p),  # [rows, outputs], activation(out) * up_out
         ("panels_per_item", ctypes.c_int64),
         ("rows_per_item", ctypes.c_int64),  # a multiple of a block
         ("blocks_claimed", ctypes.c_int64),  # 0 at first
@@ -227,8 +231,9 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
 def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
     """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
     if tile.bits:
-        part = integer_rows if compiler.has_byte_dot() else integer_product
-        return part.block_code(module, tile.element, tile.bits, single=single, normed=normed)
+        by_rows = compiler.has_byte_dot()
+        block_code = integer_rows.block_code if by_rows else integer_product.block_code
+        return block_code(module, tile.element, tile.bits, single=single, normed=normed)
     name = f"block{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments
@@ -254,19 +259,18 @@ def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Func
 
 
 def _rows(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
-    """As _block, but row by row, as tile registers are loaded."""
+    """As _block, but as tile registers are loaded."""
     name = f"rows{'_of_one' * single}{'_normed' * normed}"
-    code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
+    types = [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER]
+    code = Function(module, name, types, lanes=tile.lanes)
     x, left, inputs, norm, epsilon, block = code.arguments
     x, block = x.of(tile.element), block.of(tile.element)
-    with code.loop(0, left.at_most(tile.rows)) as row:
-        source, target = x.from_(row * inputs), block.from_(row * inputs)
-        scales = _scales(code, [source], inputs, epsilon) if normed else []
-        with code.loop(0, inputs, step=QUAD) as first:
-            numbers = source.vector(first)
-            for scale in scales:
-                numbers = numbers * scale * norm.vector(first)
-            target.put(numbers, first)
+    with code.loop(0, 1 if single else left.at_most(tile.rows)) as row:
+        source, target = x.from_(row * inputs), block.from_(row * amx.INPUTS)
+        numbers = normalized(code, source, inputs, (norm, epsilon) if normed else None)
+        with code.loop(0, inputs, step=amx.INPUTS) as first:
+            for start in range(0, amx.INPUTS, tile.lanes):
+                target.put(numbers(first + start), first * tile.rows + start)
     code.end()
     return code
 
@@ -285,7 +289,9 @@ def _product(module: ir.Module, tile: Tile, panel: Function) -> None:
     code = Function(module, "product", [POINTER], exported=True)
     given = Arguments(code.arguments[0], ProductArguments)
     with _panels(code, given, tile) as at:
-        _call_panel(code, given, tile, panel, at, "", tile.element)
+        outputs = given.count("outputs")
+        out = given.memory("out", tile.element).from_(at.row * outputs + at.column)
+        _call_panel(code, given, tile, panel, at, "", out, outputs)
     code.end()
 
 
@@ -294,13 +300,17 @@ def _gated_product(
 ) -> None:
     code = Function(module, name, [POINTER], exported=True)
     given = Arguments(code.arguments[0], ProductArguments)
-    with _panels(code, given, tile) as at:
-        for prefix in ("", "up_"):
-            _call_panel(code, given, tile, panel, at, prefix, FLOAT)
-        start = at.row * given.count("outputs") + at.column
-        unrounded = [given.memory(name).from_(start) for name in ("out", "up_out")]
-        gated = given.memory("gated", tile.element).from_(start)
-        code.call(gate, *unrounded, gated, at.rows, given.count("outputs"))
+    size = GATED_ROWS * tile.panel
+    space = code.builder.alloca(floats_type(tile.lanes), size=2 * size // tile.lanes)
+    both = [Memory(code.builder, space, tile.lanes).from_(start) for start in (0, size)]
+    with _panels(code, given, tile) as at, code.loop(0, at.rows, step=GATED_ROWS) as first:
+        rows = (at.rows - first).at_most(GATED_ROWS)
+        some = replace(at, row=at.row + first, rows=rows)
+        for prefix, unrounded in zip(("", "up_"), both, strict=True):
+            _call_panel(code, given, tile, panel, some, prefix, unrounded, tile.panel)
+        outputs = given.count("outputs")
+        gated = given.memory("out", tile.element).from_(some.row * outputs + at.column)
+        code.call(gate, *both, gated, rows, outputs)
     code.end()
 
 
@@ -339,9 +349,10 @@ def _call_panel(
     panel: Function,
     at: _Place,
     prefix: str,
-    result: ir.Type,
+    out: Memory,
+    out_stride: Count | int,
 ) -> None:
-    inputs, outputs, stride = (given.count(n) for n in ("inputs", "outputs", "addend_stride"))
+    inputs, stride = given.count("inputs"), given.count("addend_stride")
     weights = given.memory(prefix + "panels", tile.weight_element)
     code.call(
         panel,
@@ -351,8 +362,8 @@ def _call_panel(
         weights.from_(at.panel * tile.panel_depth(inputs) * tile.panel),
         given.memory(prefix + "addend", tile.element).from_(at.row * stride + at.column),
         stride,
-        given.memory(prefix + "out", result).from_(at.row * outputs + at.column),
-        outputs,
+        out,
+        out_stride,
     )
 
 
@@ -384,8 +395,9 @@ def _gate(module: ir.Module, tile: Tile, name: Activation) -> Function:
     one = code.zero() + 1.0
     with code.loop(0, rows) as row:
         for column in range(0, tile.panel, tile.lanes):
-            at = row * outputs + column
+            at = row * tile.panel + column
             x, exponent, factor = GATES[name](gate.vector(at), up.vector(at))
-            gated.put(x / (one + exp(code.zero() - exponent)) * factor, at)
+            found = x / (one + exp(code.zero() - exponent)) * factor
+            gated.put(found, row * outputs + column)
     code.end()
     return code

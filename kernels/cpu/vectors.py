@@ -207,7 +207,7 @@ def _pair_sums(one: Floats, other: Floats) -> Floats:
 
 # exp(x) = 2^n * exp(r), x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, so
 # that n times the first is exact. Adding 3 * 2^22 leaves n in the last bits of a number.
-_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 _LEAST_EXPONENT, _GREATEST_EXPONENT = -86.0, 88.0
 _ROUNDING = 12582912.0
 
@@ -221,7 +221,7 @@ def exp_of_negative(x: Floats) -> Floats:
     """The same for an x that is not far above 0."""
     builder = x.builder
     x = x.at_least(_LEAST_EXPONENT)
-    shifted = constant(builder, _ROUNDING, x.lanes).plus_product(x, _LOG2_E)
+    shifted = constant(builder, _ROUNDING, x.lanes).plus_product(x, LOG2_E)
     twos = shifted - _ROUNDING
     rest = x.plus_product(twos, -_LN2_HIGH).plus_product(twos, -_LN2_LOW)
     # Terms in pairs, then pairs in pairs: fewer of them wait for each other.
@@ -230,10 +230,33 @@ def exp_of_negative(x: Floats) -> Floats:
     while len(terms) > 1:
         terms = [low.plus_product(high, power) for low, high in pairwise(terms)][::2]
         power = power * power
-    integers = ir.VectorType(LANE, x.lanes)
-    exponent = builder.shl(builder.bitcast(shifted.value, integers), lane_numbers([23] * x.lanes))
-    bits = builder.add(builder.bitcast(terms[0].value, integers), exponent)
-    return Floats(builder, builder.bitcast(bits, x.value.type))
+    return _times_power(terms[0], shifted)
+
+
+def _times_power(numbers: Floats, shifted: Floats) -> Floats:
+    """numbers * 2^n, with n in the last bits of `shifted`."""
+    builder, lanes = numbers.builder, numbers.lanes
+    integers = ir.VectorType(LANE, lanes)
+    exponent = builder.shl(builder.bitcast(shifted.value, integers), lane_numbers([23] * lanes))
+    bits = builder.add(builder.bitcast(numbers.value, integers), exponent)
+    return Floats(builder, builder.bitcast(bits, numbers.value.type))
+
+
+# Chebyshev's approximation of 2^r for |r| <= 1/2, to 4e-6.
+_POWERS_OF_2 = (1.000000075, 0.693121034, 0.2402210736, 0.05592203565, 0.009676037098)
+
+
+def power_of_2(x: Floats) -> Floats:
+    """2^x of an x that is not far above 0, to what bfloat16 keeps of it and more; 2^-126 for
+    anything less."""
+    builder = x.builder
+    x = x.at_least(-126.0)
+    shifted = x + _ROUNDING
+    rest = x - (shifted - _ROUNDING)
+    total = constant(builder, _POWERS_OF_2[-1], x.lanes)
+    for term in _POWERS_OF_2[-2::-1]:
+        total = constant(builder, term, x.lanes).plus_product(total, rest)
+    return _times_power(total, shifted)
 
 
 def tanh(x: Floats) -> Floats:
