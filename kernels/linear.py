@@ -239,7 +239,8 @@ def describe_integers(dtype: str) -> str:
     """Which code multiplies integer weights in this process, with rows of that type."""
     if not compiler.available() or dtype == "float16":
         return "multiplied by torch, slower than unquantized ones"
-    dot = "the CPU's dot products" if compiler.has_dot() else "no dot products in the CPU"
+    has_dot = compiler.has_dot() or compiler.has_byte_dot()
+    dot = "the CPU's dot products" if has_dot else "no dot products in the CPU"
     return f"multiplied by compiled code, with {dot}"
 
 

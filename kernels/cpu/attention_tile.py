@@ -22,6 +22,7 @@ pages of any size, on any number of threads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,6 +41,7 @@ from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
     FLOAT,
     LOG2_E,
+    Floats,
     constant,
     exp_of_negative,
     power_of_2,
@@ -142,9 +144,13 @@ class Tiles:
             with code.loop(start, stop) as token:
                 scores.in_lanes(1).put(constant(code.builder, LEAST, 1), token)
         least = code.zero() + LEAST
-        with code.sum_loop(0, vectors, [least], step=shape.lanes) as (token, greatest):
-            greatest[0] = greatest[0].or_greater(scores.vector(token))
-        top = greatest[0].greatest() * scale
+        # Those of several vectors at once need not wait for each other.
+        starts = range(0, shape.aligned, shape.lanes)
+        every = [least] * len(starts)
+        with code.sum_loop(0, vectors, every, step=shape.aligned) as (token, greatest):
+            for place, start in enumerate(starts):
+                greatest[place] = greatest[place].or_greater(scores.vector(token + start))
+        top = functools.reduce(Floats.or_greater, greatest).greatest() * scale
         # Weights of tile registers are rounded to bfloat16: a short polynomial will do.
         power, unit = (power_of_2, LOG2_E) if shape.amx else (exp_of_negative, 1.0)
         below = code.zero() - top * unit

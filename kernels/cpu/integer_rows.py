@@ -34,6 +34,7 @@ from baton.kernels.cpu.norm import normalized
 from baton.kernels.cpu.vectors import (
     CODE,
     LANE,
+    ROUNDING,
     Floats,
     Integers,
     declare,
@@ -54,6 +55,9 @@ UPPER, LOWER = 0, LANES_OF_GROUP
 _UPPER_SUMS, _LOWER_SUMS, _UPPER_X, _LOWER_X, _WEIGHTS = range(5)
 _OPERAND = Shape(row_bytes=GROUP)
 TILE_SHAPES = (Shape(), Shape(), _OPERAND, _OPERAND, Shape(rows=LANES_OF_GROUP), *[Shape()] * 3)
+
+SUMS_SIZE = 2 * ROWS * LANES
+"""Numbers of a group's sums, of upper bytes and of lower ones."""
 
 _INTEGERS = ir.VectorType(LANE, LANES)
 _BYTES = ir.VectorType(CODE, LANES * INPUTS_OF_LANE)
@@ -76,14 +80,15 @@ def _scale_place(inputs: _Size, bits: Bits) -> _Size:
 
 
 def block_code(
-    module: ir.Module, element: ir.Type, bits: Bits, *, single: bool, normed: bool
+    module: ir.Module, element: ir.Type, bits: Bits, *, few: bool, normed: bool
 ) -> Function:
-    """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
-    name = f"codes{'_of_one' * single}{'_normed' * normed}"
+    """One block of x, of few rows or more: (its first row, rows left, inputs, norm, epsilon,
+    block). What only vectors read is left out for tiles."""
+    name = f"codes{'_of_few' * few}{'_normed' * normed}"
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER]
     code = Function(module, name, types, lanes=LANES)
     x, left, inputs, norm, epsilon, block = code.arguments
-    with code.loop(0, 1 if single else left.at_most(ROWS)) as row:
+    with code.loop(0, left.at_most(ROWS)) as row:
         source = x.of(element).from_(row * inputs)
         numbers = normalized(code, source, inputs, (norm, epsilon) if normed else None)
         factor, scale = factor_and_scale(code, numbers, inputs, MOST_OF_ROW)
@@ -93,15 +98,23 @@ def block_code(
             total = code.zero()
             for start in range(0, GROUP, LANES):
                 scaled = numbers(group * GROUP + start) * factor
-                _put_codes(target.from_(group * LANES + start // INPUTS_OF_LANE), scaled)
-                total = total + scaled.nearest()
-            summed = total.total()
-            begin = code.builder.bitcast(whole_numbers(summed * -128.0), floats_type(LANES))
-            _put_one(target, Floats(code.builder, begin), inputs // 2 + group)
-            if bits == 4:
-                _put_one(target, summed, inputs // 2 + inputs // GROUP + group)
+                shifted = scaled + ROUNDING
+                _put_codes(target.from_(group * LANES + start // INPUTS_OF_LANE), shifted)
+                total = total + (shifted - ROUNDING)
+            if few or not on_tiles(bits):
+                _put_sums_of_codes(target, total.total(), inputs, group, bits)
     code.end()
     return code
+
+
+def _put_sums_of_codes(
+    target: Memory, total: Floats, inputs: Count, group: Count, bits: Bits
+) -> None:
+    builder, place = target.builder, inputs // 2 + group
+    begin = builder.bitcast(whole_numbers(total * -128.0), floats_type(LANES))
+    _put_one(target, Floats(builder, begin), place)
+    if bits == 4:
+        _put_one(target, total, place + inputs // GROUP)
 
 
 def _put_one(target: Memory, numbers: Floats, index: Count) -> None:
@@ -109,11 +122,12 @@ def _put_one(target: Memory, numbers: Floats, index: Count) -> None:
     target.in_lanes(1).put(numbers.arranged(numbers, [0]), index)
 
 
-def _put_codes(target: Memory, numbers: Floats) -> None:
-    """A lower byte is signed, so the upper one is that of the number and 128."""
-    builder, whole = numbers.builder, whole_numbers(numbers)
-    rounded_up = builder.add(whole, lane_numbers([128] * LANES))
-    upper = builder.ashr(rounded_up, lane_numbers([8] * LANES))
+def _put_codes(target: Memory, shifted: Floats) -> None:
+    """Codes are the last bits of numbers plus ROUNDING. A lower byte is signed, so the upper one is
+    that of the code and 128."""
+    builder = shifted.builder
+    whole = builder.bitcast(shifted.value, _INTEGERS)
+    upper = builder.lshr(builder.add(whole, lane_numbers([128] * LANES)), lane_numbers([8] * LANES))
     for codes, place in ((upper, UPPER), (whole, LOWER)):
         stored = builder.trunc(codes, ir.VectorType(CODE, LANES))
         builder.store(stored, target.from_(place).value, align=4)
@@ -242,18 +256,28 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
     code = Function(module, f"tiles_{result}", types, lanes=LANES)
     block, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out, width = addend.of(element), out.of(result), vectors * LANES
-    space = code.builder.alloca(floats_type(LANES), size=2 * ROWS)
+    groups, depth = inputs // GROUP, block_depth(inputs, 8)
+    space = code.builder.alloca(floats_type(LANES), size=2 * SUMS_SIZE // LANES)
     passed, tiles = Memory(code.builder, space, LANES), amx.TileCode(code, TILE_SHAPES)
-    depth, scales = block_depth(inputs, 8), panel.from_(code_lanes(inputs, 8) * width)
+    scales = panel.from_(code_lanes(inputs, 8) * width)
+    ahead = scales.from_(groups * width)
+
+    def multiply(group: Count | int, column: Count, target: Count | int) -> None:
+        weights = panel.from_(column).from_(group * (LANES_OF_GROUP * width))
+        codes = block.from_(group * LANES)
+        _put_sums(tiles, codes, depth, weights, width, passed.from_(target))
+
     with code.loop(0, width, step=LANES) as column:
-        weights = panel.from_(column)
-        with code.sum_loop(0, inputs // GROUP, [code.zero()] * ROWS) as (group, totals):
-            of_group = weights.from_(group * (LANES_OF_GROUP * width))
-            _put_sums(tiles, block.from_(group * LANES), depth, of_group, width, passed)
+        multiply(0, column, 0)
+        with code.sum_loop(0, groups, [code.zero()] * ROWS) as (group, totals):
+            # The next group is multiplied while vectors wait for nothing.
+            multiply((group + 1).at_most(groups - 1), column, (group + 1) % 2 * SUMS_SIZE)
+            _fetch(ahead.from_(column), group, groups, width)
             factor = scales.vector(group * width + column)
+            sums = passed.from_(group % 2 * SUMS_SIZE)
             for at in range(ROWS):
-                sums = [_integers(passed, place + at * LANES) for place in (0, ROWS * LANES)]
-                totals[at] = totals[at] + _joined(*sums) * factor
+                parts = [_integers(sums, place + at * LANES) for place in (0, ROWS * LANES)]
+                totals[at] = totals[at] + _joined(*parts) * factor
         for at, total in enumerate(totals):
             passed.put(total, at * LANES)
         with code.loop(0, rows) as row:
@@ -262,6 +286,13 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
             out.put(passed.vector(row * LANES) * scale + added, row * out_stride + column)
     code.end()
     return code
+
+
+def _fetch(panel: Memory, group: Count, groups: Count, width: int) -> None:
+    """A group's weights and scales of the next panel."""
+    for lane in range(LANES_OF_GROUP):
+        panel.prefetch((group * LANES_OF_GROUP + lane) * width, keep=2)
+    panel.prefetch((groups * LANES_OF_GROUP + group) * width, keep=2)
 
 
 def _put_sums(

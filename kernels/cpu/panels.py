@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from baton.kernels.cpu import amx, compiler, integer_product
 from baton.kernels.cpu.compiler import AVX2
+from baton.kernels.cpu.gates import GATES
 from baton.kernels.cpu.product import (
-    GATES,
     INPUTS_PER_TURN,
     OUTPUTS_PER_ITEM,
     ROWS_PER_ITEM,
@@ -22,6 +22,10 @@ from baton.kernels.cpu.product import (
 from baton.kernels.cpu.vectors import element_of
 from baton.kernels.integers import IntegerWeight
 from baton.kernels.linear import Activation, RMSNorm
+
+OUTPUTS_STREAMED = 384
+"""Outputs that a thread claims at once where weights stream through few rows, in panels of
+AVX-512 and tile registers, which fetch the next one ahead."""
 
 FEW_ROWS = 16
 """Rows that one thread lays out before a second could start."""
@@ -161,7 +165,9 @@ def suits(weight: Tensor | IntegerWeight) -> bool:
 def _cut(panels: int, rows: int, panel: int, block: int, threads: int) -> tuple[int, int]:
     """Panels and rows of a work item: all rows, or fewer where there are too few panels to keep
     all threads busy."""
-    each = max(1, min(OUTPUTS_PER_ITEM // panel, panels // (2 * threads)))
+    streamed = rows <= FEW_ROWS and panel >= amx.OUTPUTS
+    outputs = OUTPUTS_STREAMED if streamed else OUTPUTS_PER_ITEM
+    each = max(1, min(outputs // panel, panels // (2 * threads)))
     items = -(-panels // each)
     parts = max(1, min(-(-4 * threads // items), rows // ROWS_PER_ITEM))
     blocks = -(-rows // block)

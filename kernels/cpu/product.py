@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -30,6 +29,7 @@ from llvmlite import ir
 
 from baton.kernels.cpu import amx, compiler, integer_product, integer_rows
 from baton.kernels.cpu.compiler import NEON, Library
+from baton.kernels.cpu.gates import GATES, gate_code
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.norm import normalized
 from baton.kernels.cpu.vectors import (
@@ -37,14 +37,11 @@ from baton.kernels.cpu.vectors import (
     LANE,
     QUAD,
     Floats,
-    constant,
-    exp,
     floats_type,
     rounded,
     transposed,
 )
 from baton.kernels.integers import Bits
-from baton.kernels.linear import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 VECTORS = 3
 """Vectors of a panel."""
@@ -87,6 +84,11 @@ class Tile:
     @property
     def weight_element(self) -> ir.Type:
         return LANE if self.bits else self.element
+
+    @property
+    def few_rows(self) -> int:
+        """Rows of a block that is laid out as one row is."""
+        return integer_rows.FEW_ROWS if self.bits and compiler.has_byte_dot() else 1
 
     def block_depth(self, inputs: Size) -> Size:
         """Elements of a row in a block."""
@@ -136,7 +138,8 @@ def _module(tile: Tile) -> ir.Module:
     # A gate and what it multiplies are not rounded.
     unrounded = panel if tile.element == FLOAT else _panel(module, tile, FLOAT)
     for name in GATES:
-        _gated_product(module, tile, unrounded, _gate(module, tile, name), name)
+        gate = gate_code(module, name, tile.panel, tile.lanes, tile.element)
+        _gated_product(module, tile, unrounded, gate, name)
     return module
 
 
@@ -221,7 +224,7 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
         block = blocks.from_(row * tile.block_depth(inputs))
         at = (x.from_(row * inputs), left, inputs, norm, epsilon, block)
         for (single, normed), maker in makers.items():
-            is_single = left.compare("==" if single else ">", 1)
+            is_single = left.compare("<=" if single else ">", tile.few_rows)
             is_normed = norm.is_null("!=" if normed else "==")
             with code.when(code.builder.and_(is_single, is_normed)):
                 code.call(maker, *at)
@@ -231,9 +234,10 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
 def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
     """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
     if tile.bits:
-        by_rows = compiler.has_byte_dot()
-        block_code = integer_rows.block_code if by_rows else integer_product.block_code
-        return block_code(module, tile.element, tile.bits, single=single, normed=normed)
+        kind = (tile.element, tile.bits)
+        if compiler.has_byte_dot():
+            return integer_rows.block_code(module, *kind, few=single, normed=normed)
+        return integer_product.block_code(module, *kind, single=single, normed=normed)
     name = f"block{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments
@@ -365,39 +369,3 @@ def _call_panel(
         out,
         out_stride,
     )
-
-
-def _gelu_exponent(x: Floats) -> Floats:
-    """x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), with u = root(2 / pi) * (x + 0.044715 x^3)"""
-    twice = 2.0 * math.sqrt(2.0 / math.pi)
-    return x * (constant(x.builder, twice, x.lanes) + x * x * (twice * 0.044715))
-
-
-def _clamped_swiglu(gate: Floats, up: Floats) -> tuple[Floats, Floats, Floats]:
-    gate, up = gate.at_most(SWIGLU_LIMIT), up.at_most(SWIGLU_LIMIT).at_least(-SWIGLU_LIMIT)
-    return gate, gate * SWIGLU_ALPHA, up + 1.0
-
-
-GATES: dict[Activation, Callable[[Floats, Floats], tuple[Floats, Floats, Floats]]] = {
-    "silu": lambda gate, up: (gate, gate, up),
-    "gelu_tanh": lambda gate, up: (gate, _gelu_exponent(gate), up),
-    "clamped_swiglu": _clamped_swiglu,
-}
-"""The x, e and y of each activation x / (1 + exp(-e)) * y of gate and up."""
-
-
-def _gate(module: ir.Module, tile: Tile, name: Activation) -> Function:
-    """gated = activation(gate) * up in one panel's columns: (gate, up, gated, rows, outputs)"""
-    types = [POINTER, POINTER, POINTER, COUNT, COUNT]
-    code = Function(module, f"gate_{name}", types, lanes=tile.lanes)
-    gate, up, gated, rows, outputs = code.arguments
-    gated = gated.of(tile.element)
-    one = code.zero() + 1.0
-    with code.loop(0, rows) as row:
-        for column in range(0, tile.panel, tile.lanes):
-            at = row * tile.panel + column
-            x, exponent, factor = GATES[name](gate.vector(at), up.vector(at))
-            found = x / (one + exp(code.zero() - exponent)) * factor
-            gated.put(found, row * outputs + column)
-    code.end()
-    return code

@@ -209,7 +209,7 @@ def _pair_sums(one: Floats, other: Floats) -> Floats:
 # that n times the first is exact. Adding 3 * 2^22 leaves n in the last bits of a number.
 LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 _LEAST_EXPONENT, _GREATEST_EXPONENT = -86.0, 88.0
-_ROUNDING = 12582912.0
+ROUNDING = 12582912.0
 
 
 def exp(x: Floats) -> Floats:
@@ -221,8 +221,8 @@ def exp_of_negative(x: Floats) -> Floats:
     """The same for an x that is not far above 0."""
     builder = x.builder
     x = x.at_least(_LEAST_EXPONENT)
-    shifted = constant(builder, _ROUNDING, x.lanes).plus_product(x, LOG2_E)
-    twos = shifted - _ROUNDING
+    shifted = constant(builder, ROUNDING, x.lanes).plus_product(x, LOG2_E)
+    twos = shifted - ROUNDING
     rest = x.plus_product(twos, -_LN2_HIGH).plus_product(twos, -_LN2_LOW)
     # Terms in pairs, then pairs in pairs: fewer of them wait for each other.
     terms = [constant(builder, 1 / math.factorial(n), x.lanes) for n in range(8)]
@@ -251,8 +251,8 @@ def power_of_2(x: Floats) -> Floats:
     anything less."""
     builder = x.builder
     x = x.at_least(-126.0)
-    shifted = x + _ROUNDING
-    rest = x - (shifted - _ROUNDING)
+    shifted = x + ROUNDING
+    rest = x - (shifted - ROUNDING)
     total = constant(builder, _POWERS_OF_2[-1], x.lanes)
     for term in _POWERS_OF_2[-2::-1]:
         total = constant(builder, term, x.lanes).plus_product(total, rest)
