@@ -32,7 +32,8 @@ from baton.engine.random_tensors import RandomTensors
 from baton.engine.weights import load_model
 from bench import adapter_spread
 from bench.adapter_spread import write_adapter
-from bench.gpu import CONFIGS, PAGE_SIZE, Bench, prompts_of
+from bench.gpu import CONFIGS, Bench, prompts_of
+from bench.gpu_floors import PAGE_SIZE
 from bench.timing import median_seconds
 
 SLOTS, TOKENS, MAX_BATCH, TRIES = 16, 60_000, 64, 5

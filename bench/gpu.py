@@ -1,7 +1,7 @@
 """One engine on one GPU: time to first token, decode steps, throughput, against the hardware.
 
     python -m bench.gpu [--config CONFIG_JSON ... | --all] [--rows ttft decode batch busy]
-                        [--numerics ...] [--quantization fp8]
+                        [--numerics ...] [--quantization fp8 | int8 | int4]
 
 Needs a GPU, torch and triton; no weights, no network, no ray. The model has the
 shape of the config (Llama 3.1 8B's by default, all of bench/configs with --all) and random
@@ -14,8 +14,9 @@ hands. A decode step is (time of 130 tokens - time of 2 tokens) / 128 of the
 whole batch. A row's floor is what its matrix products take by themselves, under
 a CUDA graph (of experts, those that evenly spread rows choose), plus its
 attention by cuDNN (prompts) or the time to read its keys and values once
-(decode): all measured in the same run. So are both numerics, one after the
-other for each row.
+(decode): all measured in the same run. A product of packed weights and few rows
+takes what reading them takes, of more what it takes in bfloat16. Both numerics
+are measured one after the other for each row.
 """
 
 from __future__ import annotations
@@ -47,16 +48,11 @@ from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Plan
 from baton.engine.weights import load_model
-from baton.kernels.experts import MLP, Experts
-from baton.kernels.fp8 import FP8
-from baton.kernels.linear import GatedLinear, Linear
+from bench.gpu_floors import CHUNK, MAX_BATCH, PAGE_SIZE, Floors
 from bench.vllm_figures import VLLM
 
 CONFIGS = Path(__file__).parent / "configs"
-PAGE_SIZE = 16
 CONTEXT = 36_000
-MAX_BATCH = 256
-CHUNK = 8192
 KV_TOKENS = 180_000
 
 
@@ -195,143 +191,6 @@ def _busy(bench: Bench, prompts: list[list[int]]) -> float:
     return float(100.0 * covered / (end - kernels[0][0]))
 
 
-class Floors:
-    """The least time the hardware needs, measured part by part."""
-
-    def __init__(self, model: Model, kv: Tensor) -> None:
-        self._model = model
-        self._token_bytes = kv[0, 0].nbytes // PAGE_SIZE  # of a layer
-        self._shape = model.architecture
-        self._read_rate = _read_rate()
-        self._linears: dict[int, float] = {}
-        self._attended: dict[int, float] = {}
-
-    def prompt(self, length: int) -> float:
-        """All products of a prompt and its causal attention, in ms."""
-        pieces = [CHUNK] * (length // CHUNK) + ([length % CHUNK] if length % CHUNK else [])
-        return sum(self._products(piece) for piece in pieces) + self._attention(length)
-
-    def step(self, batch: int, context: int) -> float:
-        """All products of a decode step, and reading its keys and values, in ms."""
-        shape = self._shape
-        tokens = batch * sum(min(context, window or context) for window in shape.windows)
-        return self._products(batch) + tokens * self._token_bytes / self._read_rate * 1e3
-
-    def _products(self, rows: int) -> float:
-        if rows not in self._linears:
-            self._linears[rows] = _graph_ms(lambda: self._run_products(rows))
-        return self._linears[rows]
-
-    def _run_products(self, rows: int) -> None:
-        for layer in self._model.layers:
-            for linear in (layer.qkv, layer.latent and layer.latent.query, layer.output):
-                if linear:
-                    _product(linear, rows)
-            if layer.latent:
-                _batched(layer.latent.absorb.weight, rows)
-                _batched(layer.latent.expand.weight, rows)
-            _feed_forward(layer.mlp, rows)
-        _product(self._model.head, rows if rows <= MAX_BATCH else 1)
-
-    def _attention(self, length: int) -> float:
-        if length not in self._attended:
-            self._attended[length] = self._measure_attention(length)
-        return self._attended[length]
-
-    def _measure_attention(self, length: int) -> float:
-        shape = self._shape
-        heads, kv_heads, dim, share = shape.heads, shape.kv_heads, shape.head_dim, 1.0
-        if latent := shape.latent:
-            # As if keys and values were made of latents; cuDNN has no heads of such sizes.
-            kv_heads, dim = heads, 128
-            share = (latent.plain + latent.rotated + latent.value) / (2 * dim)
-        query = torch.randn(1, heads, length, dim, dtype=torch.bfloat16, device="cuda")
-        keys = query[:, :kv_heads].clone()
-
-        def attend() -> None:
-            torch.ops.aten._scaled_dot_product_cudnn_attention(
-                query, keys, keys, None, True, 0.0, True, False
-            )
-
-        # Of a window that share of all pairs of a query and a key that it leaves.
-        layers = sum(min(1.0, 2 * (window or length) / length) for window in shape.windows)
-        return layers * share * _graph_ms(attend)
-
-
-_inputs: dict[tuple[int, int], Tensor] = {}
-_inputs_in_fp8: dict[tuple[int, int], Tensor] = {}
-
-
-def _product(linear: Linear | GatedLinear, rows: int) -> None:
-    weight = linear.kept
-    size = (rows, weight.shape[1])
-    if size not in _inputs:
-        _inputs[size] = torch.randn(size, dtype=torch.bfloat16, device="cuda")
-    if isinstance(weight, Tensor):
-        torch.mm(_inputs[size], weight.t())
-    else:  # with one scale, which is the library's fastest
-        codes, one = _codes(size), weight.scales[0]
-        torch._scaled_mm(codes, weight.codes.t(), one, one, out_dtype=torch.bfloat16)
-
-
-def _feed_forward(mlp: MLP | Experts, rows: int) -> None:
-    """Of experts those that evenly spread rows choose, each with as many rows."""
-    if isinstance(mlp, MLP):
-        _product(mlp.gate_up, rows)
-        _product(mlp.down, rows)
-        return
-    routing = mlp.routing
-    chosen = routing.experts * (1.0 - (1.0 - routing.top_k / routing.experts) ** rows)
-    used = max(routing.top_k, round(chosen))
-    _product(mlp.router, rows)
-    for weight in (mlp.gate_up, mlp.down):
-        _batched(weight[:used], -(-rows * routing.top_k // used))
-        _batched(weight[routing.experts :], rows)
-
-
-def _codes(size: tuple[int, int]) -> Tensor:
-    if size not in _inputs_in_fp8:
-        _inputs_in_fp8[size] = _inputs[size].to(FP8)
-    return _inputs_in_fp8[size]
-
-
-_batches: dict[tuple[int, int, int], Tensor] = {}
-
-
-def _batched(weight: Tensor, rows: int) -> None:
-    """weight [experts, N, K], each with `rows` rows."""
-    size = (len(weight), rows, weight.shape[2])
-    if size not in _batches:
-        _batches[size] = torch.randn(size, dtype=torch.bfloat16, device="cuda")
-    if len(weight):
-        torch.bmm(_batches[size], weight.transpose(1, 2))
-
-
-def _graph_ms(body: Callable[[], None], repeats: int = 5) -> float:
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    return statistics.median(_event_ms(graph.replay) for _ in range(repeats))
-
-
-def _event_ms(run: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
-def _read_rate() -> float:
-    """The memory's highest read rate, bytes a second."""
-    values = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-    values.sum()
-    return values.nbytes / min(_event_ms(lambda: values.sum()) for _ in range(8)) * 1e3
-
-
 ROWS: dict[str, Callable[[Bench, Floors], Iterator[Measured]]] = {
     "ttft": first_tokens,
     "decode": decode_steps,
@@ -363,7 +222,7 @@ def main() -> None:
     parser.add_argument(
         "--numerics", nargs="+", choices=list(Numerics), type=Numerics, default=list(Numerics)
     )
-    parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
+    parser.add_argument("--quantization", choices=["none", "fp8", "int8", "int4"], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "int8", "fp8"], default="auto")
     options = parser.parse_args()
     for config in sorted(CONFIGS.glob("*.json")) if options.all else options.config:

@@ -47,7 +47,8 @@ from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.engine.step import Drawn, Plan, token_and_logprobs
 from bench.decode_loop import DecodeLoop, Run, Workload
-from bench.gpu import CONFIGS, _event_ms
+from bench.gpu import CONFIGS
+from bench.gpu_floors import event_ms
 
 CONTEXT, MAX_BATCH, CHUNK_TOKENS = 512, 256, 8192
 STEPS = ((1, 4), (1, 8), (2, 4), (4, 4), (8, 4), (32, 3))
@@ -173,7 +174,7 @@ def device_ms(engine: Engine, prompts: list[list[int]], depth: int) -> float:
         for _ in range(MANY):
             runner._decoded(arrays, nothing)
 
-    took = min(_event_ms(many) for _ in range(3)) / MANY
+    took = min(event_ms(many) for _ in range(3)) / MANY
     for each in plan:
         each.lease.release()
     return took

@@ -154,7 +154,7 @@ class Config:
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = key(
         "none",
-        "Quantizes layers' weights while they are loaded: int8 or int4 on CPUs, fp8 on GPUs"
+        "Quantizes layers' weights while they are loaded: int8 or int4, on GPUs also fp8"
         " (docs/MODELS.md).",
         "--quantization",
     )

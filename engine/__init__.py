@@ -7,7 +7,7 @@
     step            a plan of chunks, and what a step returns
     engine          loads a model and launches plans
     architecture    what a model is, by its config.json (model_config has the families)
-    weights         its tensors, from a checkpoint, for each rank
+    weights         its tensors, from a checkpoint, for each rank; weight_codes: quantized ones
     runner          turns a plan into one batch on a CPU; gpu/ has its twin
     recorded_steps  a CPU's steps that only decode, repeated without Python
     model           the forward pass over kernels/

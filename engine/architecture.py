@@ -98,6 +98,11 @@ class Architecture:
         return (pages, self.slices.layers, parts, page_size, self.kv_heads, self.head_dim)
 
     @property
+    def prefixes_not_run(self) -> tuple[str, ...]:
+        """Of layers that predict further tokens, which a model runs without."""
+        return tuple(f"model.layers.{self.layers + index}." for index in range(self.extra_layers))
+
+    @property
     def slices(self) -> LayerSlices:
         return cut_layers(self.windows)
 

@@ -25,6 +25,7 @@ from baton.engine.gpu.upload import Upload
 from baton.engine.mxfp4 import BLOCKS, SCALES, dequantize
 from baton.engine.quantization_config import Quantization
 from baton.engine.quantized_tensor import OpenFile, QuantizedTensor, QuantizedWeight, join_parts
+from baton.kernels.packed import Grid
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,6 +52,12 @@ class Cut(NamedTuple):
         found = [tensor.narrow(self.dimension, *part) for part in self.parts]
         return found[0] if len(found) == 1 else torch.cat(found, dim=self.dimension)
 
+    def places(self, dimension: int, size: int) -> Tensor:
+        """Which of the whole tensor's places of a dimension of `size` are in the parts."""
+        if dimension != self.dimension:
+            return torch.arange(size)
+        return torch.cat([torch.arange(start, start + some) for start, some in self.parts])
+
 
 class Checkpoint:
     """The tensors of the model in `folder`; each can be copied once."""
@@ -75,6 +82,17 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         """Whether the tensor can be copied."""
         return name in self._remaining
+
+    def grid(self, name: str, cut: Cut) -> Grid | None:
+        """What the codes of the tensor's part `cut` stand for, before it is copied; None if it is
+        not quantized to integers in blocks of inputs."""
+        file = self._remaining.get(name)
+        if not isinstance(file, QuantizedWeight):
+            return None
+        tensor = file.get_tensor(name)
+        if tensor.shape[cut.dimension] != cut.whole:
+            return None  # which copy refuses
+        return tensor.grid(*(cut.places(index, size) for index, size in enumerate(tensor.shape)))
 
     def copy(
         self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None

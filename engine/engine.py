@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from baton.engine.adapter_pool import AdapterPool
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
 from baton.engine.encoder import Encoder
-from baton.engine.gpu.device import GpuSettings, check_fp8, confine, memory_left
+from baton.engine.gpu.device import GpuSettings, check_codes, confine, memory_left
 from baton.engine.gpu.upload import Upload
 from baton.engine.grammar import Grammars, TokenGuide
 from baton.engine.model import Model
@@ -51,9 +51,11 @@ from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Outcome, Plan
 from baton.engine.tensor_parallel import Group
+from baton.engine.weight_codes import PACKED
 from baton.engine.weights import load_model
 from baton.kernels.cpu import compiler
 from baton.kernels.fp8 import FP8
+from baton.kernels.linear import WeightCodes
 from baton.kernels.low_rank import AdapterProducts
 
 if TYPE_CHECKING:
@@ -160,7 +162,7 @@ class Engine:
         if device != "cpu":
             torch.cuda.synchronize(device)  # makes its context
             progress("device", 1.0)
-        check_fp8(device, {"quantization": quantization, "kv_dtype": kv_dtype})
+        check_codes(device, quantization, kv_dtype)
         model: Model | FallbackModel
         if isinstance(architecture, Architecture):
             source = (
@@ -191,7 +193,8 @@ class Engine:
         kv = empty(pool.total, device)
         make = partial(_make_runner, model, kv, pool, context, progress, group, adapters)
         progress("pages", 1.0)
-        name = fingerprint(folder, architecture, random_weights, quantization, split.size)
+        codes = quantization if device == "cpu" else PACKED.get(quantization, quantization)
+        name = fingerprint(folder, architecture, random_weights, codes, split.size)
         grammars = Grammars(folder, architecture.vocabulary_size)
         return cls(
             architecture, split, pool, kind, kv, context, name, grammars, make, gpu, adapters
@@ -308,8 +311,7 @@ def _memory_for_pages(
     if isinstance(model, Model):
         from baton.engine.gpu.start import memory_for_pages  # imports triton
 
-        shape = model.architecture
-        return memory_for_pages(gpu, shape, context, page_size, dtype, device, group)
+        return memory_for_pages(gpu, model, context, page_size, dtype, device, group)
     return int(memory_left(gpu, device, 0, "the weights") * FALLBACK_PAGES_SHARE)
 
 
@@ -350,7 +352,7 @@ def fingerprint(
     folder: Path,
     architecture: AnyArchitecture,
     random_weights: bool = False,
-    quantization: WeightQuantization = "none",
+    quantization: WeightCodes | Literal["none"] = "none",
     ranks: int = 1,
 ) -> str:
     """Equal for the same model on any machine; different for any other, but for collisions."""

@@ -106,12 +106,15 @@ def _obstacle(
 ) -> str | None:
     if not isinstance(model, Architecture):
         return "a model that runs through transformers cannot be quantized"
-    if quantization != "fp8":
-        return f"GPUs have fp8, not {quantization}" if device.startswith("cuda") else None
+    fp8 = quantization == "fp8"
+    if not fp8 and not device.startswith("cuda"):
+        return None
     if device == "cpu":
         return "CPUs have int8 and int4, not fp8"
-    if dtype not in ("auto", "bfloat16"):
+    if fp8 and dtype not in ("auto", "bfloat16"):
         return f"fp8 needs dtype bfloat16, not {dtype}"
+    if dtype == "float32":
+        return f"{quantization} on a GPU needs dtype bfloat16 or float16, not float32"
     return "experts are not quantized on GPUs yet" if model.routing else None
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from baton.core.errors import InvalidCheckpoint
 from baton.engine.quantization_config import PACKED_BITS, Quantization
+from baton.kernels.packed import INPUTS, Bits, Grid
 
 PARTS = (
     *("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -109,6 +110,28 @@ class QuantizedTensor(NamedTuple):
             torch.mul(numbers, _spread(self.scales, rows[some], columns), out=numbers)
             found[some] = numbers
         return found
+
+    def grid(self, rows: Tensor, columns: Tensor) -> Grid | None:
+        """What integer codes of these outputs and inputs stand for; None where neighbouring inputs
+        have several scales, or codes are not integers."""
+        bits = self._integer_bits()
+        if bits is None or len(columns) % INPUTS:
+            return None
+        some = self.columns[columns].view(-1, INPUTS)
+        if bool((some != some[:, :1]).any()):
+            return None
+        places = self.rows[rows], some[:, 0]
+        size = len(rows), len(some)
+        scales = _spread(self.scales, *places).expand(size)
+        zeros = torch.zeros(size) if self.zeros is None else _spread(self.zeros, *places)
+        # Bytes have signs, and packed codes have none.
+        zeros = zeros.expand(size) + (0 if isinstance(self.codes, Packed) else 128)
+        return Grid(scales, zeros, bits)
+
+    def _integer_bits(self) -> Bits | None:
+        if isinstance(self.codes, Packed):
+            return 4 if self.codes.bits == 4 else 8
+        return 8 if self.codes.dtype == torch.int8 else None
 
 
 def _spread(small: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

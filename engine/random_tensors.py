@@ -38,6 +38,9 @@ class RandomTensors:
         mine = cut.of(whole) if cut else whole
         target.copy_(arrange(mine) if arrange else mine)
 
+    def grid(self, name: str, cut: Cut) -> None:
+        """They are not quantized."""
+
     def skip(self, name: str) -> None:
         pass
 

@@ -59,6 +59,13 @@ def interleave_pairs(weight: Tensor, head_dim: int, dim: int) -> Tensor:
     return torch.cat((joined, heads[:, dim:]), dim=1).view(weight.shape)
 
 
+def separate_pairs(pairs: Tensor) -> Tensor:
+    """[experts, ..., 2 * n], gates and ups in turn -> all gates, then all ups. Within, by outputs,
+    as the model has them: a tensor that is so in memory is copied row by row."""
+    rows = pairs.movedim(-1, 1)
+    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1).movedim(1, -1)
+
+
 def _llama3_frequencies(rope: Rope, plain: Tensor) -> Tensor:
     """Long waves are stretched by the factor, short ones kept, those between interpolated."""
     turns = rope.original_context * plain / (2 * math.pi)  # within the original context

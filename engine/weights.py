@@ -20,12 +20,14 @@ from baton.engine.latent_config import NORM_EPSILON
 from baton.engine.model import Layer, Model
 from baton.engine.model_choice import WeightQuantization
 from baton.engine.random_tensors import RandomTensors
-from baton.engine.rotations import interleave_pairs
+from baton.engine.rotations import interleave_pairs, separate_pairs
 from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear, SummedNorms
+from baton.engine.weight_codes import CodedWeights, join_grids, packs
 from baton.kernels.attention import Scoring
 from baton.kernels.experts import MLP, NO_BIASES, ExpertBiases, Experts
 from baton.kernels.latent import LatentHeads
-from baton.kernels.linear import GatedLinear, HeadLinear, Linear, RMSNorm, describe_integers
+from baton.kernels.linear import GatedLinear, HeadLinear, Linear, RMSNorm
+from baton.kernels.packed import Grid
 from baton.kernels.routing import Routing
 
 Name = TypeVar("Name")
@@ -53,27 +55,16 @@ def load_model(
     quantization: WeightQuantization = "none",
     *,
     balanced: bool = False,
+    packed: bool | None = None,
 ) -> Model:
     """Loads the source's weights; with a group, this rank's part of them. Each layer is quantized
-    before the next is loaded. `balanced`: with keys for int8 pages.
+    before the next is loaded. `balanced`: with keys for int8 pages. `packed`: with integers packed
+    for GPUs, which by default the device decides.
 
     `architecture` is the whole model's; the returned model has that of its part.
     """
-    return _Loader(source, architecture, dtype, device, group).load(quantization, balanced)
-
-
-def describe_quantization(quantization: WeightQuantization, dtype: str) -> str:
-    """Which code multiplies the weights, or what they lose."""
-    if quantization == "fp8":
-        return "; a small model loses by fp8 (baton doctor --quality)"
-    return "" if quantization == "none" else f"; {quantization} weights {describe_integers(dtype)}"
-
-
-def separate_pairs(pairs: Tensor) -> Tensor:
-    """[experts, ..., 2 * n], gates and ups in turn -> all gates, then all ups. Within, by outputs,
-    as the model has them: a tensor that is so in memory is copied row by row."""
-    rows = pairs.movedim(-1, 1)
-    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1).movedim(1, -1)
+    codes = CodedWeights(quantization, packed=packs(device, dtype) if packed is None else packed)
+    return _Loader(source, architecture, dtype, device, group, codes).load(balanced)
 
 
 class _Loader:
@@ -84,26 +75,28 @@ class _Loader:
         dtype: torch.dtype,
         device: str,
         group: Group | None,
+        codes: CodedWeights,
     ) -> None:
         self._source = source
+        self._codes = codes
         self._group = group
         self._split = group.split if group else Split()
         self._architecture = self._split.of(architecture)
         self._dtype = dtype
         self._device = device
 
-    def load(self, quantization: WeightQuantization, balanced: bool) -> Model:
+    def load(self, balanced: bool) -> Model:
         shape = self._architecture
         embedding = self._embedding()
         layers = []
         for index in range(shape.layers):
             layer = self._layer(index)
             layers.append(balance_keys(layer, shape) if balanced else layer)
-            if quantization != "none":
-                layers[-1].quantize(quantization)
+            self._codes.finish_layer(layers[-1])
         norm = self._norm("model.norm.weight", shape.hidden)
         head = self._head(embedding)
-        self._source.finish(_extra_layers(shape))
+        self._source.finish(shape.prefixes_not_run)
+        self._codes.report(layers)
         scale = shape.embedding_scale
         if shape.embedding_root:
             scale = float(torch.tensor(scale, dtype=self._dtype))
@@ -165,9 +158,11 @@ class _Loader:
         shape = self._architecture
         size, bias = shape.intermediate, shape.mlp_bias
         fused = "gate_up_proj" if shape.fused else None
-        gate_up = self._joined(prefix, {"gate_proj": size, "up_proj": size}, fused, bias=bias)
-        down = self._summed(prefix + "down_proj", size, bias=bias)
-        return MLP(GatedLinear(*gate_up, shape.activation), down)
+        sizes = {"gate_proj": size, "up_proj": size}
+        weight, biases, grid = self._joined(prefix, sizes, fused, bias=bias)
+        gate_up = GatedLinear(weight, biases, shape.activation)
+        self._codes.add(gate_up, grid)
+        return MLP(gate_up, self._summed(prefix + "down_proj", size, bias=bias))
 
     def _experts(self, layer: str) -> Experts:
         routing, hidden = self._architecture.routing, self._architecture.hidden
@@ -264,13 +259,15 @@ class _Loader:
         paired = partial(interleave_pairs, head_dim=shape.head_dim, dim=turned)
         sizes = {"q_proj": query, "k_proj": key, "v_proj": key}
         fused = "qkv_proj" if shape.fused else None
-        weight, bias = self._joined(prefix, sizes, fused, bias=shape.qkv_bias)
-        for joined in (weight, bias):
+        weight, bias, grid = self._joined(prefix, sizes, fused, bias=shape.qkv_bias)
+        for joined in (weight, bias, *(grid[:2] if grid else ())):
             if joined is not None:
                 joined[: query + key] = paired(joined[: query + key])
+        qkv = Linear(weight, bias)
+        self._codes.add(qkv, grid)
         query_norm = self._query_key_norm(f"{prefix}q_norm.weight", query, paired)
         key_norm = self._query_key_norm(f"{prefix}k_norm.weight", key, paired)
-        return Linear(weight, bias), None, query_norm, key_norm
+        return qkv, None, query_norm, key_norm
 
     def _latent(self, prefix: str, _: int | None) -> Projections:
         """Queries, or what they are made of, and latents as one product; and the rest."""
@@ -318,31 +315,41 @@ class _Loader:
 
     def _joined(
         self, prefix: str, sizes: dict[str, int], fused: str | None, *, bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of projections of the residual, {name: outputs}, as one; in the
+    ) -> tuple[Tensor, Tensor | None, Grid | None]:
+        """Weight, bias and codes of projections of the residual, {name: outputs}, as one; in the
         checkpoint they are `fused` or apart."""
         rows = sum(sizes.values())
         weight = self._empty(rows, self._architecture.hidden)
         biases = self._empty(rows) if bias else None
-        start = 0
+        start, grids = 0, []
         parts = {fused: tuple(sizes.values())} if fused else {n: (s,) for n, s in sizes.items()}
         for name, some in parts.items():
             mine, cut = slice(start, start + sum(some)), self._cut(0, *some)
+            grids.append(self._grid(f"{prefix}{name}.weight", cut))
             self._source.copy(f"{prefix}{name}.weight", weight[mine], cut=cut)
             if biases is not None:
                 self._source.copy(f"{prefix}{name}.bias", biases[mine], cut=cut)
             start += sum(some)
-        return weight, biases
+        return weight, biases, join_grids(grids)
 
     def _summed(self, name: str, inputs: int, *, bias: bool) -> Linear:
         """A projection onto the residual; other ranks have the other inputs."""
         weight, biases = self._empty(self._architecture.hidden, inputs), None
-        self._source.copy(f"{name}.weight", weight, cut=self._cut(1, inputs))
+        cut = self._cut(1, inputs)
+        grid = self._grid(f"{name}.weight", cut)
+        self._source.copy(f"{name}.weight", weight, cut=cut)
         if bias and self._split.rank:
             self._source.skip(f"{name}.bias")
         elif bias:
             biases = self._tensor(f"{name}.bias", self._architecture.hidden)
-        return SummedLinear(weight, biases, self._group) if self._group else Linear(weight, biases)
+        group = self._group
+        linear = SummedLinear(weight, biases, group) if group else Linear(weight, biases)
+        self._codes.add(linear, grid)
+        return linear
+
+    def _grid(self, name: str, cut: Cut) -> Grid | None:
+        found = self._source.grid(name, cut) if self._codes.of_checkpoint else None
+        return found and found.to(self._device)
 
     def _cut(self, dimension: int, *sizes: int) -> Cut:
         """This rank's `sizes` of parts that all ranks share evenly; a single rank's are one part,
@@ -391,8 +398,3 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-def _extra_layers(shape: Architecture) -> tuple[str, ...]:
-    """Prefixes of layers that predict further tokens, which a model runs without."""
-    return tuple(f"model.layers.{shape.layers + index}." for index in range(shape.extra_layers))

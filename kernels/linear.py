@@ -7,7 +7,8 @@ depend on the other rows; where there are none, each is an operation of torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -22,6 +23,7 @@ from baton.kernels.integers import (
     quantize_to_int4,
     quantize_to_int8,
 )
+from baton.kernels.packed import Grid, PackedWeight, pack, quantize_to_packed
 
 if TYPE_CHECKING:
     from baton.kernels.cpu.panels import Panels
@@ -32,14 +34,18 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 changes what the gate multiplies: gate / (1 + exp(-SWIGLU_ALPHA gate)) * (up + 1), with the gate
 clamped from above and up from both sides."""
 
-WeightCodes = Literal["int8", "int4", "fp8"]
-"""What a weight may be kept as: integers on CPUs (kernels/integers.py), FP8 on GPUs
-(kernels/fp8.py)."""
+WeightCodes = Literal["int8", "int4", "fp8", "packed_int8", "packed_int4"]
+"""What a weight may be kept as: integers on CPUs (kernels/integers.py), FP8 (kernels/fp8.py) or
+packed integers on GPUs (kernels/packed.py)."""
 
-QUANTIZE: dict[WeightCodes, Callable[[Tensor], IntegerWeight | Fp8Weight]] = {
+Codes = IntegerWeight | Fp8Weight | PackedWeight
+
+QUANTIZE: dict[WeightCodes, Callable[[Tensor], Codes | None]] = {
     "int8": quantize_to_int8,
     "int4": quantize_to_int4,
     "fp8": quantize_to_fp8,
+    "packed_int8": partial(quantize_to_packed, bits=8),
+    "packed_int4": partial(quantize_to_packed, bits=4),
 }
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -87,17 +93,25 @@ class _Product:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
-        self._codes: IntegerWeight | Fp8Weight | None = None
+        self._codes: Codes | None = None
 
     @property
-    def kept(self) -> Tensor | Fp8Weight:
+    def kept(self) -> Tensor | Fp8Weight | PackedWeight:
         """What a GPU's products read."""
-        return self._codes if isinstance(self._codes, Fp8Weight) else self.weight
+        return self._codes if isinstance(self._codes, Fp8Weight | PackedWeight) else self.weight
 
-    def quantize(self, kind: WeightCodes) -> None:
-        """Keeps the weight as codes alone."""
-        self._codes = QUANTIZE[kind](self.weight)
-        self.weight = _shape_only(self.weight)
+    def quantize(self, kind: WeightCodes) -> bool:
+        """Keeps the weight as codes alone; False if there are none for its inputs."""
+        return self._keep(QUANTIZE[kind](self.weight))
+
+    def pack_codes(self, grid: Grid) -> bool:
+        """Keeps the weight as its codes of this grid; False if they do not stand for it."""
+        return self._keep(pack(self.weight, grid))
+
+    def _keep(self, codes: Codes | None) -> bool:
+        if codes is not None:
+            self._codes, self.weight = codes, _shape_only(self.weight)
+        return codes is not None
 
     def _of(self, x: Tensor, added: Tensor | None) -> Tensor:
         """With what is added to it; of codes not yet in x's type."""
@@ -173,12 +187,16 @@ class GatedLinear(_Product):
         """As Linear.pack."""
         if self._panels is None:
             biases = (None, None) if self.bias is None else self.bias.chunk(2)
-            whole = self._codes or self.weight
-            halves = whole.chunk(2) if isinstance(whole, Tensor) else whole.halves()
-            gate, up = map(_panels, halves, biases)
+            gate, up = map(_panels, self._halves(), biases)
             self._panels = (gate, up) if gate and up else None
         if self._panels:
             self._codes, self.weight = None, _shape_only(self.weight)
+
+    def _halves(self) -> Sequence[Tensor | Codes]:
+        whole = self._codes or self.weight
+        if isinstance(whole, PackedWeight):
+            return whole, whole
+        return whole.chunk(2) if isinstance(whole, Tensor) else whole.halves()
 
     def __call__(
         self, x: Tensor, norm: RMSNorm | None, adapted: AdaptedRows | None = None
@@ -222,13 +240,17 @@ def _plus(numbers: Tensor, more: Tensor | None) -> Tensor:
     return numbers if more is None else numbers + more
 
 
-def _product_of_codes(x: Tensor, codes: IntegerWeight | Fp8Weight) -> Tensor:
-    """x @ weight.T, in float32."""
+def _product_of_codes(x: Tensor, codes: Codes) -> Tensor:
+    """x @ weight.T, in float32; of packed codes in their type."""
+    if isinstance(codes, PackedWeight):
+        return functional.linear(x, codes.numbers())
     return integer_product(x, codes) if isinstance(codes, IntegerWeight) else fp8_product(x, codes)
 
 
-def _panels(weight: Tensor | IntegerWeight | Fp8Weight, bias: Tensor | None) -> Panels | None:
-    if isinstance(weight, Fp8Weight) or not compiler.suits(weight.dtype, weight.device):
+def _panels(weight: Tensor | Codes, bias: Tensor | None) -> Panels | None:
+    if isinstance(weight, Fp8Weight | PackedWeight):
+        return None
+    if not compiler.suits(weight.dtype, weight.device):
         return None
     from baton.kernels.cpu.panels import Panels, suits  # imports llvmlite
 

@@ -36,7 +36,7 @@ from baton.engine.page_files import PageForm
 from baton.engine.page_memory import PageMemory, page_memory
 from baton.engine.second_tier import BATCH, SecondTier, second_tier_of
 from baton.engine.tier_copies import BackgroundThread
-from baton.engine.weights import describe_quantization
+from baton.engine.weight_codes import describe_quantization
 from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root, choose_digest
 from baton.kv_transfer.routed_transport import choose_transport
 from baton.kv_transfer.sharded_transport import ShardedTransport
@@ -157,7 +157,8 @@ class Backend:
         config = self._config
         dtype = choose_dtype(config.dtype, self._device)
         folder = self._locate_model()
-        self._progress(f"loading the model{describe_quantization(config.quantization, dtype)}")
+        how = describe_quantization(config.quantization, dtype, self._device)
+        self._progress(f"loading the model{how}")
         gpu = self._gpu_settings(role)
         settings, devices = rank_settings(config, folder, role, self._device, dtype, gpu)
         self._times.mark("config")

@@ -17,7 +17,7 @@ from baton.core.errors import InvalidConfig
 GRANULARITY = 8
 """Multiprocessors are assigned in groups of this size."""
 
-FP8_CAPABILITY = (9, 0)
+CODES_CAPABILITY = (9, 0)
 
 log = logging.getLogger(__name__)
 
@@ -76,16 +76,19 @@ def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) 
     return left
 
 
-def check_fp8(device: str, chosen: dict[str, str]) -> None:
-    """Raises InvalidConfig if one of the fields chosen is fp8 and the GPU has no products of FP8
-    that add up as ours do."""
+def check_codes(device: str, quantization: str, kv_dtype: str) -> None:
+    """Raises InvalidConfig if the GPU has no products of these codes that add up as ours do."""
     import torch  # as below
 
-    field = next((field for field, value in chosen.items() if value == "fp8"), None)
-    if field and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
-        found, needed = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
+    chosen = {"quantization": quantization, "kv_dtype": kv_dtype.replace("int8", "auto")}
+    needing = [field for field, value in chosen.items() if value not in ("none", "auto")]
+    if device == "cpu" or not needing:
+        return
+    if (capability := torch.cuda.get_device_capability(device)) < CODES_CAPABILITY:
+        found, needed = (".".join(map(str, each)) for each in (capability, CODES_CAPABILITY))
         raise InvalidConfig(
-            f"fp8 needs a GPU of compute capability {needed}, not {found}", field=field
+            f"{chosen[needing[0]]} needs a GPU of compute capability {needed}, not {found}",
+            field=needing[0],
         )
 
 

@@ -27,20 +27,16 @@ from baton.kernels.gpu.experts_of_row import weighted_onto
 from baton.kernels.gpu.fp8_rows import library_product
 from baton.kernels.gpu.gate import gate_and_multiply
 from baton.kernels.gpu.latent_projection import norm_queries
-from baton.kernels.gpu.linear import (
-    MOST_ROWS,
-    Weight,
-    few_rows,
-    few_rows_alone,
-    few_rows_onto,
-    most_fp8_rows,
-)
+from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.low_rank import TILE_ROWS, expand_onto
 from baton.kernels.gpu.norm import Scaled, embed, rms_norm, scale_rows
+from baton.kernels.gpu.packed_tiles import decoded
 from baton.kernels.gpu.prefetch import SHORT_BYTES
 from baton.kernels.gpu.rotary import Projected, norm_projections
 from baton.kernels.gpu.routing import route
+from baton.kernels.gpu.tilings import MOST_ROWS, Weight, most_rows
 from baton.kernels.linear import AnyLinear, GatedLinear, Linear, RMSNorm
+from baton.kernels.packed import PackedWeight
 
 SPLIT_ROWS = range(65, 257)
 """With this many rows a product onto the residual has tiles for half of the chip: where a
@@ -61,7 +57,7 @@ class Forward:
         self._norms_projections = model.architecture.query_key_norm == "projection"
         self._numerics = numerics
         self._indices = list(range(len(model.layers)))
-        self._most_fp8_rows = most_fp8_rows(fp8_weights(model))
+        self._most_rows, self._most_plain_rows = most_rows(layer_weights(model))
         # In float16 rows are normed before the product: see kernels/gpu/norm.py.
         self._late_size = model.embedding.dtype != torch.float16
 
@@ -126,18 +122,23 @@ class Forward:
         if not len(weight):
             return normed[:, :0]
         with self._numerics.library(len(normed)):
-            return self._model.finish_logits(self._product(weight, normed, out))
+            few = len(normed) <= MOST_ROWS
+            return self._model.finish_logits(self._product(weight, normed, out, few=few))
 
     def _is_few(self, x: Tensor, weight: Weight, adapters: StepAdapters | None = None) -> bool:
         """Whether a product has what follows it inside; with adapters, of one tile's rows."""
-        most = MOST_ROWS if isinstance(weight, Tensor) else self._most_fp8_rows
+        most = self._most_plain_rows if isinstance(weight, Tensor) else self._most_rows
         return len(x) <= most and (adapters is None or len(x) <= TILE_ROWS)
 
-    def _product(self, weight: Weight, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if self._is_few(x, weight):
+    def _product(
+        self, weight: Weight, x: Tensor, out: Tensor | None = None, *, few: bool | None = None
+    ) -> Tensor:
+        if self._is_few(x, weight) if few is None else few:
             return few_rows_alone(x, weight, out)
         if isinstance(weight, Fp8Weight):
             return library_product(x, weight)
+        if isinstance(weight, PackedWeight):
+            weight = decoded(weight)
         return torch.mm(x, weight.t(), out=out)
 
     def _adapted(self, linear: AnyLinear, x: Tensor, adapters: StepAdapters | None) -> Tensor:
@@ -249,12 +250,15 @@ class Forward:
         return None
 
 
-def fp8_weights(model: Model) -> Iterator[Fp8Weight]:
+def layer_weights(model: Model) -> Iterator[Weight]:
+    """Of products that are not experts' or of latents."""
     for layer in model.layers:
         mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else ()
-        for linear in (layer.qkv, layer.output, *mlp):
-            if isinstance(linear.kept, Fp8Weight):
-                yield linear.kept
+        yield from (linear.kept for linear in (layer.qkv, layer.output, *mlp))
+
+
+def uses_fp8(model: Model) -> bool:
+    return any(isinstance(weight, Fp8Weight) for weight in layer_weights(model))
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:
@@ -263,7 +267,10 @@ def _weight(norm: RMSNorm | None) -> Tensor | None:
 
 def _read(linear: Linear) -> Tensor:
     """What a product with it reads."""
-    return linear.kept.codes if isinstance(linear.kept, Fp8Weight) else linear.kept
+    kept = linear.kept
+    if isinstance(kept, PackedWeight):
+        return kept.words
+    return kept.codes if isinstance(kept, Fp8Weight) else kept
 
 
 def _is_split(linear: Linear, x: Tensor) -> bool:

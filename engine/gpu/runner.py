@@ -37,7 +37,7 @@ from baton.engine.gpu.batch import (
     upload,
     upload_into,
 )
-from baton.engine.gpu.forward import Attend, Forward, fp8_weights
+from baton.engine.gpu.forward import Attend, Forward, uses_fp8
 from baton.engine.gpu.graphs import Recording, Recordings
 from baton.engine.gpu.latent_attention import LatentAttention
 from baton.engine.gpu.numerics import Numerics
@@ -107,7 +107,7 @@ class GpuRunner:
         self._device = device
         self._group = group
         self._recordable = device.type == "cuda" and (group is None or group.recordable)
-        recorded = graphs.prompt_rows(shape, chunk_tokens, fp8=any(fp8_weights(model)))
+        recorded = graphs.prompt_rows(shape, chunk_tokens, fp8=uses_fp8(model))
         self.recorded_rows = recorded[-1]  # most rows of a recorded step over prompts
         self._limits = Limits(
             page_size=kv.shape[3],

@@ -16,6 +16,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.device import GpuSettings, memory_left
+from baton.engine.gpu.forward import layer_weights
 from baton.engine.gpu.graphs import prompt_rows
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.prompt_attention import (
@@ -36,6 +37,7 @@ from baton.kernels.gpu.latent_attention import filling_heads
 from baton.kernels.gpu.low_rank import SPLITS
 from baton.kernels.gpu.sampling import FEW_ROWS
 from baton.kernels.gpu.splits import split_rows
+from baton.kernels.packed import PackedWeight
 from baton.kernels.routing import Routing
 
 LIBRARY_BYTES = 2 << 30
@@ -65,16 +67,18 @@ PromptPart = tuple[int, int]
 
 def memory_for_pages(
     settings: GpuSettings,
-    shape: Architecture,
+    model: Model,
     context: int,
     page_size: int,
     dtype: torch.dtype,
     device: str,
     group: Group | None = None,
 ) -> int:
-    """Bytes left for pages once the weights are loaded. `shape` is this rank's part."""
-    reserved = runner_bytes(settings, shape, context, page_size, dtype) + LIBRARY_BYTES
+    """Bytes left for pages once the weights are loaded: this rank's part of a model."""
+    reserved = runner_bytes(settings, model.architecture, context, page_size, dtype)
+    reserved += LIBRARY_BYTES
     reserved += GROUP_BYTES if group else 0
+    reserved += _decoded_bytes(model)
     beside = f"the weights and a step of {settings.chunk_tokens} tokens"
     return memory_left(settings, device, reserved, beside)
 
@@ -86,6 +90,12 @@ def runner_bytes(
     entries = slot_count(settings.max_batch) * -(-context // page_size)
     table = PAGE_ENTRY_BYTES * entries * len(shape.slices.windows)
     return _work_bytes(settings, shape, context, dtype) + table
+
+
+def _decoded_bytes(model: Model) -> int:
+    """The most that a product decodes of packed weights: in recorded steps and in others."""
+    packed = [each for each in layer_weights(model) if isinstance(each, PackedWeight)]
+    return 2 * max((each.shape.numel() * each.dtype.itemsize for each in packed), default=0)
 
 
 def _work_bytes(

@@ -13,9 +13,8 @@ the same places.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,62 +30,22 @@ from baton.kernels.gpu.fixed_order import (
     square_columns,
     square_sums,
 )
-from baton.kernels.gpu.fp8_rows import fp8_rows, library_multiplies
+from baton.kernels.gpu.fp8_rows import fp8_rows
 from baton.kernels.gpu.low_rank import DEPTH, Shrunk, added_columns, can_overlap
 from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.packed_tiles import packed_tile
 from baton.kernels.gpu.prefetch import piece_for, prefetch
+from baton.kernels.gpu.tilings import (
+    LinearTiling,
+    Weight,
+    fp8_tiling_for,
+    packed_tiling_for,
+    row_block,
+    stages_for,
+    tiling_for,
+)
 from baton.kernels.linear import Activation
-
-MOST_ROWS = 32
-FP8_TILE_ROWS = 64
-"""Beyond this many rows the matrix library is faster; in FP8, beyond a tile's."""
-
-Weight = Tensor | Fp8Weight
-
-
-@dataclass(frozen=True, slots=True)
-class LinearTiling:
-    outputs: int  # of a program
-    depth: int  # inputs per iteration of its loop
-    warps: int
-    stages: int
-    rows: int = MOST_ROWS  # of a program, at most
-
-
-STAGE_BYTES = 224 << 10
-"""Of a multiprocessor's shared memory, for what a program loads ahead."""
-
-MIDDLE = LinearTiling(64, 128, 4, 6)
-SHALLOW = LinearTiling(64, 64, 4, 8)
-WIDE = LinearTiling(128, 128, 8, 3)
-"""Measured on an H200, for 1 to 32 rows of Llama 3.2 1B, Phi 3 mini and Llama 3.1 8B."""
-
-
-def tiling_for(outputs: int) -> LinearTiling:
-    """Few outputs need small tiles to fill the chip; many are read faster in large ones."""
-    if outputs < 8192:
-        return MIDDLE
-    return SHALLOW if outputs < 12288 else WIDE
-
-
-def fp8_tiling_for(outputs: int, rows: int) -> LinearTiling:
-    """Of 64 outputs at least: smaller products are of other instructions, with other bits."""
-    if outputs >= 8192:
-        return LinearTiling(128, 128, 8, 4, FP8_TILE_ROWS)
-    # More rows than a tile's are of programs that share a multiprocessor.
-    return LinearTiling(64, 128, 4, 8 if rows <= FP8_TILE_ROWS else 6, FP8_TILE_ROWS)
-
-
-def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dtype) -> int:
-    """Iterations loaded ahead: the tiling's, or as many as fit."""
-    turn = (tiling.outputs * (1 + gated) + block_m) * tiling.depth * dtype.itemsize
-    return min(tiling.stages, STAGE_BYTES // turn)
-
-
-def most_fp8_rows(weights: Iterable[Fp8Weight]) -> int:
-    """Of a model's products that are not the library's. It is the same for all: the squares that
-    ours leave of a row are in parts, which only ours add up."""
-    return FP8_TILE_ROWS if all(map(library_multiplies, weights)) else sys.maxsize
+from baton.kernels.packed import PackedWeight
 
 
 def few_rows(
@@ -148,6 +107,35 @@ class _Extras:
     shrunk: Shrunk | None = None
 
 
+class _Operands(NamedTuple):
+    """What a kernel reads of a product's rows and weight."""
+
+    tiling: LinearTiling
+    x: Tensor
+    row_scales: Tensor
+    codes: Tensor
+    scales: Tensor  # of the weight
+    code_bits: int
+    group: int = 0
+    exact: bool = True
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """BITS 0: of weights that are not packed."""
+        packed = self.code_bits if self.group else 0
+        return {"BITS": packed, "GROUP": self.group, "EXACT": self.exact}
+
+
+def _operands(x: Tensor, weight: Weight, outputs: int) -> _Operands:
+    if isinstance(weight, Fp8Weight):
+        return _Operands(fp8_tiling_for(outputs, len(x)), *fp8_rows(x), *weight, 8)
+    if isinstance(weight, PackedWeight):
+        tiling = packed_tiling_for(outputs, len(x), weight.bits)
+        parts = weight.words, weight.scales, weight.bits, weight.group, weight.exact
+        return _Operands(tiling, x, x, *parts)
+    return _Operands(tiling_for(outputs, len(x)), x, x, weight, x, 8 * weight.itemsize)
+
+
 def _launch(
     x: Tensor,
     weight: Weight,
@@ -158,37 +146,32 @@ def _launch(
 ) -> None:
     source, norm, target, gates = extras.source, extras.norm, extras.target, extras.gates
     rows, depth = x.shape
-    if isinstance(weight, Fp8Weight):
-        tiling, (codes, column_scales) = fp8_tiling_for(outputs, rows), weight
-        x_codes, row_scales = fp8_rows(x)
-    else:
-        tiling, codes, column_scales = tiling_for(outputs), weight, x
-        x_codes, row_scales = x, x
+    read = _operands(x, weight, outputs)
+    tiling, block_m = read.tiling, row_block(read.tiling, rows)
     programs, threads = triton.cdiv(outputs, tiling.outputs), 32 * tiling.warps
     piece = piece_for(extras.ahead, programs * threads)
-    block_m = min(max(16, triton.next_power_of_2(rows)), tiling.rows)
     # In FP8 another kernel is between shrink and this one, which reads what that leaves.
-    overlaps = extras.shrunk and isinstance(weight, Tensor) and can_overlap(x.device)
-    read = source.squares if source else None
+    overlaps = extras.shrunk and not isinstance(weight, Fp8Weight) and can_overlap(x.device)
+    squares = source.squares if source else None
     written = target.squares if target else None
     _few_rows[(programs, triton.cdiv(rows, block_m))](
-        x_codes,
-        codes,
-        row_scales,
-        column_scales,
+        read.x,
+        read.codes,
+        read.row_scales,
+        read.scales,
         bias if bias is not None else x,
         out,
-        read if read is not None else (written if written is not None else x),
+        squares if squares is not None else (written if written is not None else x),
         norm if norm is not None else x,
         target.x if target else out,
-        codes if extras.ahead is None else extras.ahead,
+        read.codes if extras.ahead is None else extras.ahead,
         *_adapter_arguments(extras.shrunk, x),
         rows,
         outputs,
         piece,
         source.epsilon if source else 0.0,
-        PARTS=0 if read is None else len(read),
-        BLOCK_PARTS=1 if read is None else triton.next_power_of_2(len(read)),
+        PARTS=0 if squares is None else len(squares),
+        BLOCK_PARTS=1 if squares is None else triton.next_power_of_2(len(squares)),
         K=depth,
         BIAS=bias is not None,
         GATED=gates is not None,
@@ -197,6 +180,7 @@ def _launch(
         AHEAD=threads if piece else 0,
         SQUARES=square_columns(outputs),
         FP8=isinstance(weight, Fp8Weight),
+        **read.constants,
         BLOCK_M=block_m,
         BLOCK_N=tiling.outputs,
         BLOCK_K=tiling.depth,
@@ -205,7 +189,9 @@ def _launch(
         **({"launch_pdl": True} if overlaps else {}),
         num_warps=tiling.warps,
         enable_fp_fusion=False,
-        num_stages=stages_for(tiling, block_m, gates is not None, codes.dtype),
+        num_stages=stages_for(
+            tiling, block_m, gates is not None, read.code_bits, 8 * read.x.itemsize
+        ),
     )
 
 
@@ -262,6 +248,9 @@ def _few_rows(
     AHEAD: tl.constexpr,
     SQUARES: tl.constexpr,
     FP8: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -282,25 +271,39 @@ def _few_rows(
     x_at = x_pointer + row[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_M]
     weight_at = weight_pointer + column.to(tl.int64)[:, None] * K + lane[None, :]
     to_up = outputs.to(tl.int64) * K
+    every = outputs * (2 if GATED else 1)
+    first = program * BLOCK_N
     together: tl.constexpr = 128 if FP8 else None  # inputs: see kernels/gpu/fp8_rows.py
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
+        in_depth = start + lane < K
+        mask = in_columns[:, None] & in_depth[None, :]
         if EVEN:
             x = tl.load(x_at + start, mask=in_rows[None, :], other=0.0)
+        else:
+            x = tl.load(x_at + start, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
+        if BITS > 0:
+            weights = packed_tile(
+                weight_pointer, column_scales_pointer, start, first, outputs, every,
+                K, BITS, GROUP, EXACT, x.dtype, BLOCK_N, BLOCK_K, EVEN,
+            )  # fmt: skip
+        elif EVEN:
             weights = tl.load(weight_at + start, eviction_policy="evict_first")
         else:
-            in_depth = start + lane < K
-            x = tl.load(x_at + start, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
-            mask = in_columns[:, None] & in_depth[None, :]
             weights = tl.load(weight_at + start, mask=mask, other=0.0)
         sums = tl.dot(weights, x, sums, input_precision="ieee", max_num_imprecise_acc=together)
         if GATED:
-            if EVEN:
-                up_weights = tl.load(weight_at + to_up + start, eviction_policy="evict_first")
+            if BITS > 0:
+                weights = packed_tile(
+                    weight_pointer + outputs * 4, column_scales_pointer + outputs, start, first,
+                    outputs, every, K, BITS, GROUP, EXACT, x.dtype, BLOCK_N, BLOCK_K, EVEN,
+                )  # fmt: skip
+            elif EVEN:
+                weights = tl.load(weight_at + to_up + start, eviction_policy="evict_first")
             else:
-                up_weights = tl.load(weight_at + to_up + start, mask=mask, other=0.0)
-            ups = tl.dot(up_weights, x, ups, input_precision="ieee", max_num_imprecise_acc=together)
+                weights = tl.load(weight_at + to_up + start, mask=mask, other=0.0)
+            ups = tl.dot(weights, x, ups, input_precision="ieee", max_num_imprecise_acc=together)
     if AHEAD > 0:
         prefetch(ahead_pointer, piece, AHEAD)
     if FP8:

@@ -29,10 +29,13 @@ from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import Checked, Plan, token_and_logprobs
 from baton.engine.weights import load_model
+from baton.kernels.experts import MLP
 from baton.kernels.fp8 import quantize_to_fp8
 from baton.kernels.gpu.fp8_rows import library_product
-from baton.kernels.gpu.linear import MOST_ROWS, few_rows, few_rows_alone, few_rows_onto
+from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.norm import scale_rows
+from baton.kernels.gpu.tilings import MOST_ROWS
+from baton.kernels.packed import PackedWeight
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
@@ -218,6 +221,10 @@ CASES = {
         ("small", torch.float16, "none", "auto"),
         *((name, torch.bfloat16, "fp8", "auto") for name in ("llama-8b", "qwen2", "olmo2")),
         ("gemma2", torch.bfloat16, "fp8", "fp8"),
+        *((name, torch.bfloat16, "int4", "auto") for name in ("llama-8b", "qwen2", "olmo2")),
+        ("small", torch.float16, "int4", "auto"),
+        ("llama-8b", torch.bfloat16, "int8", "auto"),
+        ("gemma2", torch.bfloat16, "int8", "int8"),
         *((name, torch.bfloat16, "none", "int8") for name in ("small", "llama-8b", "gpt-oss")),
         *((name, torch.bfloat16, "none", "fp8") for name in ("llama-8b", "qwen3-moe", "gemma3")),
     ],
@@ -258,6 +265,36 @@ def test_bits_do_not_depend_on_company(
         if differ := differing(engine, wanted, found, memory):
             wrong[case] = differ[-6:]
     assert not wrong, "\n".join(f"{case}: {differ}" for case, differ in wrong.items())
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama-8b", torch.bfloat16), ("qwen2", torch.bfloat16), ("small", torch.float16)],
+)
+def test_packed_weights_have_the_bits_of_what_they_stand_for(
+    name: str, dtype: torch.dtype, quantization: WeightQuantization, tmp_path: Path
+) -> None:
+    model = model_of(name, tmp_path, dtype, quantization)
+    packed = Engine(model)
+    for case in (in_chunks(100), at_once(10)):
+        kept(packed, case(packed))
+    wanted = {place: rows[0] for place, rows in packed.logits.items()}
+    plain = Engine(decoded_model(model))
+    for case in (in_chunks(100), at_once(10)):
+        kept(plain, case(plain))
+    assert wanted.keys() == plain.logits.keys()
+    assert not differing(plain, wanted, {}, {})
+
+
+def decoded_model(model: Model) -> Model:
+    """With plain weights, in place."""
+    for layer in model.layers:
+        assert isinstance(layer.mlp, MLP)
+        for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down):
+            assert isinstance(linear.kept, PackedWeight)
+            linear.weight, linear._codes = linear.kept.numbers(), None
+    return model
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3"])

@@ -74,8 +74,11 @@ class Server:
 
 @pytest.fixture(
     scope="module",
-    params=[(SHAPE, "none"), (EXPERTS, "none"), (SINKS, "none"), (LATENTS, "none"), (SHAPE, "fp8")],
-    ids=["dense", "experts", "sinks", "latents", "fp8"],
+    params=[
+        *((shape, "none") for shape in (SHAPE, EXPERTS, SINKS, LATENTS)),
+        *((SHAPE, quantization) for quantization in ("fp8", "int4")),
+    ],
+    ids=["dense", "experts", "sinks", "latents", "fp8", "int4"],
 )
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

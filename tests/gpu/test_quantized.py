@@ -33,7 +33,7 @@ def test_a_model_loses_what_the_definition_loses(
     found = logprobs(tmp_path, device="cuda", dtype="bfloat16", quantization="fp8")
     plain = logprobs(tmp_path)
     monkeypatch.setattr(engine_module, "check_quantization", lambda *_: None)
-    monkeypatch.setattr(engine_module, "check_fp8", lambda *_: None)
+    monkeypatch.setattr(engine_module, "check_codes", lambda *_: None)
     defined = logprobs(tmp_path, quantization="fp8")
     lost = (defined - plain).norm()
     # Not the same numbers: rounded to bfloat16, some have the next code.

@@ -48,6 +48,7 @@ SHORT_LATENTS = LATENTS | {"kv_lora_rank": 256}
 CASES: tuple[tuple[dict[str, object], WeightQuantization, KvDtype, Numerics], ...] = (
     (SHAPE, "none", "auto", Numerics.INVARIANT),
     (SHAPE, "fp8", "int8", Numerics.INVARIANT),
+    (SHAPE, "int4", "auto", Numerics.INVARIANT),
     (EXPERTS, "none", "auto", Numerics.INVARIANT),
     (SINKS, "none", "auto", Numerics.INVARIANT),
     (LATENTS, "none", "auto", Numerics.INVARIANT),
@@ -110,7 +111,9 @@ def rehearse(
     """Compiles what a runner would before it serves. Chunks are long at once."""
     shape = architecture(settings)
     weights = RandomTensors("cpu")
-    model = load_model(weights, shape, torch.bfloat16, "cpu", quantization=quantization)
+    model = load_model(
+        weights, shape, torch.bfloat16, "cpu", quantization=quantization, packed=True
+    )
     size = stored_shape(shape.pages_shape(PAGES, PAGE_SIZE), kv_dtype, "cuda")
     kv = torch.zeros(size, dtype=stored_dtype(kv_dtype, torch.bfloat16))
     runner = GpuRunner(model, kv, CONTEXT, 64, numerics=numerics, chunk_tokens=64)

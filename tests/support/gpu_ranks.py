@@ -48,12 +48,17 @@ def gpu_runner(
     room: AdapterRoom | None = None,
     kv_dtype: KvDtype = "auto",
     short_chunk: int = 1,
+    *,
+    packed: bool = False,
 ) -> GpuRunner:
     """A runner over poisoned pages. With a group, which it connects: one rank of it. With `room`,
-    adapters may be added to it."""
+    adapters may be added to it. `packed`: with the codes of a quantized checkpoint."""
     whole = read_architecture(folder)
+    source = Checkpoint(folder, quantization=whole.quantization)
     balanced = kv_dtype != "auto"
-    model = load_model(Checkpoint(folder), whole, torch.float32, device, group, balanced=balanced)
+    model = load_model(
+        source, whole, torch.float32, device, group, balanced=balanced, packed=packed
+    )
     if group:
         group.connect(torch.device(device))
     shape = model.architecture

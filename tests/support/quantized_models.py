@@ -93,11 +93,13 @@ def _bytes(
     return quantize
 
 
-def _packed(bits: int, by: str, *, asymmetric: bool = False, act_order: bool = False) -> Quantize:
+def _packed(
+    bits: int, by: str, group: int, *, asymmetric: bool = False, act_order: bool = False
+) -> Quantize:
     """As compressed-tensors packs: codes plus the half of their range."""
 
     def quantize(_: str, outputs: int, inputs: int, generator: Generator) -> tuple[Parts, Tensor]:
-        wide, middle = (inputs // GROUP if by == "group" else 1), 1 << (bits - 1)
+        wide, middle = (inputs // group if by == "group" else 1), 1 << (bits - 1)
         codes = _integers(-middle, middle, (outputs, inputs), generator)
         scales = _scales((outputs, wide), 0.6 / middle, generator).bfloat16()
         groups = torch.arange(inputs) * wide // inputs
@@ -120,6 +122,7 @@ def _packed(bits: int, by: str, *, asymmetric: bool = False, act_order: bool = F
 
 def _by_inputs(
     bits: int,
+    group: int,
     places: tuple[int, ...] = tuple(range(8)),
     *,
     awq: bool = False,
@@ -130,13 +133,13 @@ def _by_inputs(
     """As AWQ and GPTQ pack: codes [inputs, outputs], zeros `stored_zeros` more than they are."""
 
     def quantize(_: str, outputs: int, inputs: int, generator: Generator) -> tuple[Parts, Tensor]:
-        wide, middle = inputs // GROUP, 1 << (bits - 1)
+        wide, middle = inputs // group, 1 << (bits - 1)
         codes = _integers(0, 2 * middle, (inputs, outputs), generator)
         scales = _scales((wide, outputs), 0.6 / middle, generator).half()
         zeros = _integers(1, 2 * middle, (wide, outputs), generator)
         if symmetric:
             zeros = torch.full_like(zeros, middle)
-        groups = torch.arange(inputs) // GROUP
+        groups = torch.arange(inputs) // group
         if act_order:
             groups = groups[torch.randperm(inputs, generator=generator)]
         parts = {
@@ -174,8 +177,8 @@ def _int(bits: int, by: str, **more: object) -> dict[str, object]:
     return {"num_bits": bits, "type": "int", "strategy": by, **more}
 
 
-def _mixed() -> QuantizedFormat:
-    attention, rest = _bytes(torch.float8_e4m3fn, "channel"), _packed(4, "group")
+def _mixed(size: int) -> QuantizedFormat:
+    attention, rest = _bytes(torch.float8_e4m3fn, "channel"), _packed(4, "group", size)
 
     def quantize(name: str, *more: int | Generator) -> tuple[Parts, Tensor]:
         return (attention if "self_attn" in name else rest)(name, *more)  # type: ignore[arg-type]
@@ -189,7 +192,7 @@ def _mixed() -> QuantizedFormat:
         },
         "group_1": {
             "targets": ["re:.*mlp.*"],
-            "weights": _int(4, "group", group_size=GROUP),
+            "weights": _int(4, "group", group_size=size),
             "format": "pack-quantized",
         },
     }
@@ -199,74 +202,81 @@ def _mixed() -> QuantizedFormat:
 _E4M3 = torch.float8_e4m3fn
 _STATIC = {"input_activations": {"num_bits": 8, "type": "float", "dynamic": False}}
 _DYNAMIC = {"input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}}
-_GROUPS = {"group_size": GROUP}
-_GPTQ = {"bits": 4, **_GROUPS}
 
-FORMATS = {
-    "fp8-one-scale-static": QuantizedFormat(
-        _compressed("float-quantized", _fp8("tensor"), **_STATIC),
-        _bytes(_E4M3, "tensor", static=True),
-    ),
-    "fp8-by-channel": QuantizedFormat(
-        _compressed("float-quantized", _fp8("channel"), **_DYNAMIC), _bytes(_E4M3, "channel")
-    ),
-    "fp8-by-block": QuantizedFormat(
-        _compressed("float-quantized", {**_fp8("block"), "block_structure": list(BLOCK)}),
-        _bytes(_E4M3, "block"),
-    ),
-    "int8": QuantizedFormat(
-        _compressed("int-quantized", _int(8, "channel"), **_DYNAMIC), _bytes(torch.int8, "channel")
-    ),
-    "int8-asymmetric": QuantizedFormat(
-        _compressed("int-quantized", _int(8, "channel", symmetric=False), **_DYNAMIC),
-        _bytes(torch.int8, "channel", asymmetric=True),
-    ),
-    "int4": QuantizedFormat(
-        _compressed("pack-quantized", _int(4, "group", **_GROUPS)), _packed(4, "group")
-    ),
-    "int4-asymmetric": QuantizedFormat(
-        _compressed("pack-quantized", _int(4, "group", symmetric=False, **_GROUPS)),
-        _packed(4, "group", asymmetric=True),
-    ),
-    "int4-act-order": QuantizedFormat(
-        _compressed("pack-quantized", _int(4, "group", actorder="group", **_GROUPS)),
-        _packed(4, "group", act_order=True),
-    ),
-    "int8-packed": QuantizedFormat(
-        _compressed("pack-quantized", _int(8, "channel")), _packed(8, "channel")
-    ),
-    "mixed": _mixed(),
-    "fp8": QuantizedFormat(
-        _other("fp8", weight_block_size=list(BLOCK), fmt="e4m3", activation_scheme="dynamic"),
-        _bytes(_E4M3, "block", "weight_scale_inv"),
-    ),
-    "fp8-static": QuantizedFormat(
-        _other("fp8", activation_scheme="static"), _bytes(_E4M3, "tensor", static=True)
-    ),
-    "awq": QuantizedFormat(
-        _other("awq", version="gemm", zero_point=True, **_GPTQ),
-        _by_inputs(4, AWQ_PLACES, awq=True),
-    ),
-    "gptq": QuantizedFormat(
-        _other("gptq", sym=True, desc_act=False, **_GPTQ),
-        _by_inputs(4, stored_zeros=-1, symmetric=True),
-    ),
-    "gptq-symmetric-v2-zeros": QuantizedFormat(
-        _other("gptq", sym=True, desc_act=False, **_GPTQ), _by_inputs(4, symmetric=True)
-    ),
-    "gptq-asymmetric-act-order": QuantizedFormat(
-        _other("gptq", sym=False, desc_act=True, checkpoint_format="gptq", **_GPTQ),
-        _by_inputs(4, stored_zeros=-1, act_order=True),
-    ),
-    "gptq-v2": QuantizedFormat(
-        _other("gptq", sym=False, desc_act=False, checkpoint_format="gptq_v2", **_GPTQ),
-        _by_inputs(4),
-    ),
-    "gptq-8-bits": QuantizedFormat(
-        _other("gptq", sym=False, desc_act=True, bits=8, **_GROUPS),
-        _by_inputs(8, stored_zeros=-1, act_order=True),
-    ),
-}
+
+def formats(size: int) -> dict[str, QuantizedFormat]:
+    """With groups of that many inputs."""
+    groups: dict[str, object] = {"group_size": size}
+    gptq: dict[str, object] = {"bits": 4, **groups}
+    return {
+        "fp8-one-scale-static": QuantizedFormat(
+            _compressed("float-quantized", _fp8("tensor"), **_STATIC),
+            _bytes(_E4M3, "tensor", static=True),
+        ),
+        "fp8-by-channel": QuantizedFormat(
+            _compressed("float-quantized", _fp8("channel"), **_DYNAMIC), _bytes(_E4M3, "channel")
+        ),
+        "fp8-by-block": QuantizedFormat(
+            _compressed("float-quantized", {**_fp8("block"), "block_structure": list(BLOCK)}),
+            _bytes(_E4M3, "block"),
+        ),
+        "int8": QuantizedFormat(
+            _compressed("int-quantized", _int(8, "channel"), **_DYNAMIC),
+            _bytes(torch.int8, "channel"),
+        ),
+        "int8-asymmetric": QuantizedFormat(
+            _compressed("int-quantized", _int(8, "channel", symmetric=False), **_DYNAMIC),
+            _bytes(torch.int8, "channel", asymmetric=True),
+        ),
+        "int4": QuantizedFormat(
+            _compressed("pack-quantized", _int(4, "group", **groups)), _packed(4, "group", size)
+        ),
+        "int4-asymmetric": QuantizedFormat(
+            _compressed("pack-quantized", _int(4, "group", symmetric=False, **groups)),
+            _packed(4, "group", size, asymmetric=True),
+        ),
+        "int4-act-order": QuantizedFormat(
+            _compressed("pack-quantized", _int(4, "group", actorder="group", **groups)),
+            _packed(4, "group", size, act_order=True),
+        ),
+        "int8-packed": QuantizedFormat(
+            _compressed("pack-quantized", _int(8, "channel")), _packed(8, "channel", size)
+        ),
+        "mixed": _mixed(size),
+        "fp8": QuantizedFormat(
+            _other("fp8", weight_block_size=list(BLOCK), fmt="e4m3", activation_scheme="dynamic"),
+            _bytes(_E4M3, "block", "weight_scale_inv"),
+        ),
+        "fp8-static": QuantizedFormat(
+            _other("fp8", activation_scheme="static"), _bytes(_E4M3, "tensor", static=True)
+        ),
+        "awq": QuantizedFormat(
+            _other("awq", version="gemm", zero_point=True, **gptq),
+            _by_inputs(4, size, AWQ_PLACES, awq=True),
+        ),
+        "gptq": QuantizedFormat(
+            _other("gptq", sym=True, desc_act=False, **gptq),
+            _by_inputs(4, size, stored_zeros=-1, symmetric=True),
+        ),
+        "gptq-symmetric-v2-zeros": QuantizedFormat(
+            _other("gptq", sym=True, desc_act=False, **gptq), _by_inputs(4, size, symmetric=True)
+        ),
+        "gptq-asymmetric-act-order": QuantizedFormat(
+            _other("gptq", sym=False, desc_act=True, checkpoint_format="gptq", **gptq),
+            _by_inputs(4, size, stored_zeros=-1, act_order=True),
+        ),
+        "gptq-v2": QuantizedFormat(
+            _other("gptq", sym=False, desc_act=False, checkpoint_format="gptq_v2", **gptq),
+            _by_inputs(4, size),
+        ),
+        "gptq-8-bits": QuantizedFormat(
+            _other("gptq", sym=False, desc_act=True, bits=8, **groups),
+            _by_inputs(8, size, stored_zeros=-1, act_order=True),
+        ),
+    }
+
+
+FORMATS = formats(GROUP)
 
 
 def one_weight(name: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Parts, Tensor]:
@@ -281,10 +291,12 @@ def is_quantized(name: str, tensor: Tensor) -> bool:
     return "layers." in name and tensor.dim() == 2 and not router and not name.startswith(PLAIN)
 
 
-def save_quantized(name: str, folder: Path, model: TinyModel | None = None) -> PreTrainedModel:
+def save_quantized(
+    name: str, folder: Path, model: TinyModel | None = None, group: int = GROUP
+) -> PreTrainedModel:
     """Writes the folder of a tiny model in the format `name`, in two files; returns the model with
     the numbers that the codes stand for."""
-    plain = folder / "plain"
+    plain, form = folder / "plain", formats(group)[name]
     save(model or TINY_MODELS["llama"].changed(num_key_value_heads=2), plain)
     tensors, generator = load_file(plain / "model.safetensors"), Generator().manual_seed(0)
     stored: list[Parts] = [{}, {}]
@@ -293,7 +305,7 @@ def save_quantized(name: str, folder: Path, model: TinyModel | None = None) -> P
             stored[0][key] = tensor
             continue
         module = key.removesuffix(".weight")
-        parts, tensors[key] = FORMATS[name].quantize(module, *tensor.shape, generator)
+        parts, tensors[key] = form.quantize(module, *tensor.shape, generator)
         for place, (part, held) in enumerate(parts.items()):
             stored[(place + index) % 2][f"{module}.{part}"] = held
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
@@ -304,5 +316,5 @@ def save_quantized(name: str, folder: Path, model: TinyModel | None = None) -> P
     index_file = {"metadata": {}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
     (folder / "config.json").write_text((plain / "config.json").read_text())
-    change_config(folder, quantization_config=FORMATS[name].config)
+    change_config(folder, quantization_config=form.config)
     return AutoModelForCausalLM.from_pretrained(plain)

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from baton.core.errors import BatonError, InvalidCheckpoint, InvalidConfig, UnsupportedModel
 from baton.engine.architecture import read_architecture
-from baton.engine.weights import separate_pairs
+from baton.engine.rotations import separate_pairs
 from baton.kernels.experts import ExpertBiases, Experts, route
 from baton.kernels.linear import Linear, RMSNorm
 from baton.kernels.routing import Routing

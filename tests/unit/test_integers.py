@@ -269,7 +269,7 @@ def test_models_through_transformers_are_not_quantized(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda"}, "GPUs have fp8, not int8"),
+        ({"device": "cuda", "dtype": "float32"}, "int8 on a GPU needs dtype bfloat16 or float16"),
         ({"engine": "transformers"}, "through transformers cannot be quantized"),
         ({"prefill": {"tensor_parallel": 2}}, "same tensor_parallel in both pools, not 2 and 1"),
     ],

@@ -124,7 +124,7 @@ def test_codes_lose_no_more_than_was_measured(
 ) -> None:
     """Of all the text: python -m bench.quality --dtype float32. FP8 by the definition of its
     products."""
-    for check in ("check_quantization", "check_fp8"):  # CPUs do not serve it
+    for check in ("check_quantization", "check_codes"):  # CPUs do not serve it
         monkeypatch.setattr(engine, check, lambda *_: None)
     scores = exams.score(dtype="float32", **kept)
     found = compare(exams.exam, scores, exams.reference).overall

@@ -1,0 +1,173 @@
+"""Products of packed weights on one GPU, against those of bfloat16 weights, in microseconds.
+
+    python -m bench.packed_products [--bits 4] [--rows 1 8 32 ...] [--tilings]
+
+Of the layers of the Llama 3.1 8B shape, each with so many weights in turn that the L2 cache holds
+none of them, under a CUDA graph. `library`: the matrix library's, in bfloat16; `ours`: of codes,
+decoded in registers; `decoded`: of codes, written as bfloat16 for the library. With --tilings, the
+best of ours are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from baton.kernels.gpu import linear
+from baton.kernels.gpu.compile import compiling
+from baton.kernels.gpu.linear import few_rows, few_rows_alone
+from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.packed_tiles import decoded
+from baton.kernels.gpu.tilings import STAGE_BYTES, LinearTiling, row_block, stages_for
+from baton.kernels.packed import Bits, PackedWeight, quantize_to_packed
+from bench.gpu_floors import graph_ms
+
+SHAPES = {
+    "qkv": (6144, 4096),
+    "output": (4096, 4096),
+    "gate and up": (28672, 4096),
+    "down": (4096, 14336),
+}
+LEAST_BYTES = 400 << 20
+"""Of the weights that take turns: several times the L2 cache."""
+
+
+class Case(NamedTuple):
+    name: str
+    packed: list[PackedWeight]
+    plain: Tensor  # bfloat16, of several
+
+    @property
+    def gated(self) -> bool:
+        return self.name == "gate and up"
+
+    def ours(self, x: Tensor) -> None:
+        for weight in self.packed:
+            if self.gated:
+                few_rows(Scaled(x, None, 1e-5), weight, gates="silu")
+            else:
+                few_rows_alone(x, weight)
+
+    def library(self, x: Tensor) -> None:
+        for weight in self.plain:
+            torch.mm(x, weight.t())
+
+    def decoded(self, x: Tensor) -> None:
+        for weight in self.packed:
+            torch.mm(x, decoded(weight).t())
+
+
+def make_case(name: str, bits: Bits) -> Case:
+    outputs, inputs = SHAPES[name]
+    weight = torch.randn(outputs, inputs, device="cuda").mul_(0.02).bfloat16()
+    one = quantize_to_packed(weight, bits)
+    assert one is not None
+    count = max(2, LEAST_BYTES // one.words.nbytes)
+    packed = [
+        one._replace(words=one.words.clone(), scales=one.scales.clone()) for _ in range(count)
+    ]
+    plain = weight.expand(max(2, LEAST_BYTES // weight.nbytes), -1, -1).contiguous()
+    return Case(name, packed, plain)
+
+
+def microseconds(run: Callable[[], None], count: int) -> float:
+    return 1e3 * graph_ms(run) / count
+
+
+def print_case(case: Case, rows: list[int]) -> None:
+    for count in rows:
+        x = torch.randn(count, SHAPES[case.name][1], device="cuda").bfloat16()
+        cells = [f"{case.name:<12} {count:>5} rows"]
+        for way in ("library", "ours", "decoded"):
+            few = getattr(case, way)
+            if way != "ours" or count <= 1024:
+                weights = case.plain if way == "library" else case.packed
+                cells.append(f"{way} {microseconds(partial(few, x), len(weights)):8.1f}")
+        print("  ".join(cells), flush=True)
+
+
+FEW = [
+    *(LinearTiling(64, 256, 4, stages, 32) for stages in (4, 6, 8)),
+    *(LinearTiling(64, 128, 4, stages, 32) for stages in (4, 6, 8)),
+    *(LinearTiling(128, 128, 8, stages, 32) for stages in (3, 4)),
+]
+SOME = [
+    *(LinearTiling(64, 128, 4, stages, 64) for stages in (3, 4, 6)),
+    *(LinearTiling(128, 128, 8, stages, 64) for stages in (3, 4)),
+    LinearTiling(64, 256, 4, 3, 64),
+    LinearTiling(64, 64, 4, 6, 64),
+]
+MANY = [
+    *(LinearTiling(64, 128, 4, stages, 128) for stages in (2, 3)),
+    *(LinearTiling(128, 128, 8, stages, 128) for stages in (2, 3, 4)),
+    *(LinearTiling(64, 64, 4, stages, 128) for stages in (3, 4)),
+    *(LinearTiling(128, 64, 8, stages, 128) for stages in (4, 6)),
+    LinearTiling(64, 64, 4, 3, 256),
+    *(LinearTiling(128, 64, 8, stages, 256) for stages in (3, 4, 5)),
+    LinearTiling(64, 128, 4, 3, 64),
+    LinearTiling(128, 128, 8, 3, 64),
+]
+"""To try, for up to 32, up to 64 and more rows."""
+
+
+def tilings(case: Case, rows: int, bits: Bits) -> Iterator[LinearTiling]:
+    """Those that fit."""
+    for tiling in FEW if rows <= 32 else SOME if rows <= 64 else MANY:
+        block = row_block(tiling, rows)
+        fits = stages_for(tiling, block, case.gated, bits, 16) == tiling.stages
+        registers = tiling.outputs * block * (1 + case.gated) // (32 * tiling.warps)
+        if fits and registers <= 160:
+            yield tiling
+
+
+def print_tilings(case: Case, rows: list[int], bits: Bits) -> None:
+    xs = {n: torch.randn(n, SHAPES[case.name][1], device="cuda").bfloat16() for n in rows}
+    every = [(n, tiling) for n in rows for tiling in tilings(case, n, bits)]
+
+    def use(tiling: LinearTiling) -> None:
+        vars(linear)["packed_tiling_for"] = lambda *_: tiling
+
+    with compiling():
+        for count, tiling in every:
+            use(tiling)
+            case._replace(packed=case.packed[:1]).ours(xs[count])
+    for count in rows:
+        found = []
+        for at, tiling in every:
+            if at == count:
+                use(tiling)
+                try:
+                    run = partial(case.ours, xs[count])
+                    found.append((microseconds(run, len(case.packed)), tiling))
+                except OutOfResources as error:
+                    print("skipped", tiling, type(error).__name__, flush=True)
+        for took, tiling in sorted(found, key=lambda each: each[0])[:5]:
+            print(f"{case.name:<12} {count:>5} rows  {took:8.1f}  {tiling}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--bits", type=int, choices=[4, 8], default=4)
+    default = [1, 8, 32, 64, 128, 256, 512, 1024, 2048]
+    parser.add_argument("--rows", type=int, nargs="+", default=default)
+    parser.add_argument("--tilings", action="store_true")
+    options = parser.parse_args()
+    print(f"{options.bits} bits, {STAGE_BYTES >> 10} KiB of stages", flush=True)
+    for name in SHAPES:
+        case = make_case(name, options.bits)
+        if options.tilings:
+            print_tilings(case, options.rows, options.bits)
+        else:
+            print_case(case, options.rows)
+        del case
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

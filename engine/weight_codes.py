@@ -1,0 +1,96 @@
+"""Which codes a model's weights are kept as: those of its checkpoint, or of a quantization.
+
+On GPUs the integers of a checkpoint stay as they are (kernels/packed.py). Weights are dequantized
+while they are loaded, then packed again: so all that rearranges, joins, splits and balances them
+need not know. What cannot be packed stays dequantized, with the same answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from baton.engine.gpu.device import CODES_CAPABILITY
+from baton.engine.model import Layer
+from baton.engine.model_choice import WeightQuantization
+from baton.kernels.experts import Experts
+from baton.kernels.linear import AnyLinear, WeightCodes, describe_integers
+from baton.kernels.packed import Grid
+
+log = logging.getLogger(__name__)
+
+PACKED: dict[str, WeightCodes] = {"int8": "packed_int8", "int4": "packed_int4"}
+"""On GPUs."""
+
+
+def packs(device: str, dtype: torch.dtype) -> bool:
+    """Whether such a device multiplies packed weights as the matrix library does plain ones."""
+    if not device.startswith("cuda") or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(device) >= CODES_CAPABILITY
+
+
+def describe_quantization(quantization: WeightQuantization, dtype: str, device: str) -> str:
+    """Which code multiplies the weights, or what they lose."""
+    if quantization == "fp8":
+        return "; a small model loses by fp8 (baton doctor --quality)"
+    if quantization == "none" or device != "cpu":
+        return ""
+    return f"; {quantization} weights {describe_integers(dtype)}"
+
+
+def join_grids(grids: Sequence[Grid | None]) -> Grid | None:
+    """Of weights that become one, by outputs; None if one has none, or of another kind."""
+    known = [grid for grid in grids if grid is not None]
+    if len(known) < len(grids) or len({grid.bits for grid in known}) != 1:
+        return None
+    scales, zeros, bits = zip(*known, strict=True)
+    return Grid(torch.cat(scales), torch.cat(zeros), bits[0])
+
+
+class CodedWeights:
+    """The codes of a model's weights, layer by layer."""
+
+    def __init__(self, quantization: WeightQuantization, *, packed: bool) -> None:
+        """`packed`: integers are those of GPUs."""
+        self._packed = packed
+        self._quantization = quantization
+        self._grids: list[tuple[AnyLinear, Grid]] = []
+        self._count = 0
+
+    @property
+    def of_checkpoint(self) -> bool:
+        """Whether the checkpoint's own codes are kept."""
+        return self._packed and self._quantization == "none"
+
+    def add(self, linear: AnyLinear, grid: Grid | None) -> None:
+        """A linear layer that was loaded, and what the checkpoint's codes stand for."""
+        if grid is not None:
+            self._grids.append((linear, grid))
+
+    def finish_layer(self, layer: Layer) -> None:
+        """Once its weights are as they are multiplied."""
+        if self._quantization != "none":
+            layer.quantize(self._kind())
+        for linear, grid in self._grids:
+            if linear is layer.qkv and layer.balance is not None:
+                grid.scales[: len(layer.balance)] *= layer.balance.float().unsqueeze(1)
+            self._count += linear.pack_codes(grid)
+        self._grids.clear()
+
+    def report(self, layers: Sequence[Layer]) -> None:
+        """What became of a checkpoint's codes."""
+        if not self.of_checkpoint:
+            return
+        experts = sum(isinstance(layer.mlp, Experts) for layer in layers)
+        rest = 4 * len(layers) - 2 * experts - self._count
+        log.info("%d linear layers keep the checkpoint's codes", self._count)
+        if rest or experts:
+            log.info("dequantized: %d linear layers, experts in %d layers", rest, experts)
+
+    def _kind(self) -> WeightCodes:
+        assert self._quantization != "none"
+        plain = self._quantization
+        return PACKED.get(plain, plain) if self._packed else plain

@@ -1,0 +1,96 @@
+"""How products of few rows (kernels/gpu/linear.py) are cut into programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from baton.kernels.fp8 import Fp8Weight
+from baton.kernels.gpu.fp8_rows import library_multiplies
+from baton.kernels.packed import Bits, PackedWeight
+
+Weight = Tensor | Fp8Weight | PackedWeight
+
+MOST_ROWS = 32
+FP8_TILE_ROWS = 64
+PACKED_TILE_ROWS = 128
+PACKED_ROWS = 512
+"""Beyond this many rows the matrix library is faster; in FP8, beyond a tile's; of packed weights,
+with the time to decode them for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTiling:
+    outputs: int  # of a program
+    depth: int  # inputs per iteration of its loop
+    warps: int
+    stages: int
+    rows: int = MOST_ROWS  # of a program, at most
+
+
+STAGE_BYTES = 224 << 10
+"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+
+MIDDLE = LinearTiling(64, 128, 4, 6)
+SHALLOW = LinearTiling(64, 64, 4, 8)
+WIDE = LinearTiling(128, 128, 8, 3)
+"""Measured on an H200, for 1 to 32 rows of Llama 3.2 1B, Phi 3 mini and Llama 3.1 8B."""
+
+
+def tiling_for(outputs: int, rows: int) -> LinearTiling:
+    """Few outputs need small tiles to fill the chip; many are read faster in large ones."""
+    if rows > MOST_ROWS:  # beside packed weights
+        return LinearTiling(64, 128, 4, 4, PACKED_TILE_ROWS)
+    if outputs < 8192:
+        return MIDDLE
+    return SHALLOW if outputs < 12288 else WIDE
+
+
+def fp8_tiling_for(outputs: int, rows: int) -> LinearTiling:
+    """Of 64 outputs at least: smaller products are of other instructions, with other bits."""
+    if outputs >= 8192:
+        return LinearTiling(128, 128, 8, 4, FP8_TILE_ROWS)
+    # More rows than a tile's are of programs that share a multiprocessor.
+    return LinearTiling(64, 128, 4, 8 if rows <= FP8_TILE_ROWS else 6, FP8_TILE_ROWS)
+
+
+def packed_tiling_for(outputs: int, rows: int, bits: Bits) -> LinearTiling:
+    """Of 64 outputs at least, as in FP8. A warp decodes what it multiplies, 16 outputs at a time:
+    with many rows several programs share a multiprocessor, of which one decodes while another
+    multiplies."""
+    if rows <= 64:
+        depth = 256 if rows <= 16 and bits == 4 else 128
+        return LinearTiling(64, depth, 4, 8 if outputs < 8192 and bits == 4 else 4, 64)
+    if outputs <= 4096 and rows <= 128:
+        return LinearTiling(64, 128, 4, 3, 64)
+    if 4096 < outputs < 8192 and rows > 128:
+        return LinearTiling(128, 64, 8, 4, PACKED_TILE_ROWS)
+    if outputs <= 4096 and rows > 256:
+        return LinearTiling(128, 64, 8, 4, PACKED_TILE_ROWS)
+    return LinearTiling(64, 128, 4, 3, PACKED_TILE_ROWS)
+
+
+def row_block(tiling: LinearTiling, rows: int) -> int:
+    return min(max(16, triton.next_power_of_2(rows)), tiling.rows)
+
+
+def stages_for(tiling: LinearTiling, block_m: int, gated: bool, code_bits: int, bits: int) -> int:
+    """Iterations loaded ahead: the tiling's, or as many as fit. Of weights of `code_bits` and rows
+    of `bits`."""
+    turn = tiling.outputs * (1 + gated) * code_bits + block_m * bits
+    return min(tiling.stages, STAGE_BYTES // (turn * tiling.depth // 8))
+
+
+def most_rows(weights: Iterable[Weight]) -> tuple[int, int]:
+    """Of a model's products that are ours: with codes, and with plain weights. Beside packed
+    weights both are the same: the squares that ours leave of a row are in parts, which only ours
+    add up."""
+    every = list(weights)
+    if any(isinstance(weight, PackedWeight) for weight in every):
+        return PACKED_ROWS, PACKED_ROWS
+    fp8 = [weight for weight in every if isinstance(weight, Fp8Weight)]
+    return FP8_TILE_ROWS if all(map(library_multiplies, fp8)) else sys.maxsize, MOST_ROWS
