@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu.fixed_order import (
@@ -148,7 +149,10 @@ def _launch(
     rows, depth = x.shape
     read = _operands(x, weight, outputs)
     tiling, block_m = read.tiling, row_block(read.tiling, rows)
-    programs, threads = triton.cdiv(outputs, tiling.outputs), 32 * tiling.warps
+    packed = isinstance(weight, PackedWeight)
+    # Packed gates are in one tile with their ups.
+    block_n = tiling.outputs // 2 if packed and gates else tiling.outputs
+    programs, threads = triton.cdiv(outputs, block_n), 32 * tiling.warps
     piece = piece_for(extras.ahead, programs * threads)
     # In FP8 another kernel is between shrink and this one, which reads what that leaves.
     overlaps = extras.shrunk and not isinstance(weight, Fp8Weight) and can_overlap(x.device)
@@ -156,6 +160,7 @@ def _launch(
     written = target.squares if target else None
     _few_rows[(programs, triton.cdiv(rows, block_m))](
         read.x,
+        TensorDescriptor.from_tensor(x, [block_m, tiling.depth]) if packed else None,
         read.codes,
         read.row_scales,
         read.scales,
@@ -182,15 +187,15 @@ def _launch(
         FP8=isinstance(weight, Fp8Weight),
         **read.constants,
         BLOCK_M=block_m,
-        BLOCK_N=tiling.outputs,
+        BLOCK_N=block_n,
         BLOCK_K=tiling.depth,
-        EVEN=depth % tiling.depth == 0 and outputs % tiling.outputs == 0,
+        EVEN=depth % tiling.depth == 0 and outputs % block_n == 0,
         **_adapter_constants(extras.shrunk),
         **({"launch_pdl": True} if overlaps else {}),
         num_warps=tiling.warps,
         enable_fp_fusion=False,
         num_stages=stages_for(
-            tiling, block_m, gates is not None, read.code_bits, 8 * read.x.itemsize
+            tiling, block_m, bool(gates) and not packed, read.code_bits, 8 * read.x.itemsize
         ),
     )
 
@@ -219,6 +224,7 @@ def _adapter_constants(shrunk: Shrunk | None) -> dict[str, int]:
 )
 def _few_rows(
     x_pointer,
+    x_tiles,
     weight_pointer,
     row_scales_pointer,
     column_scales_pointer,
@@ -271,39 +277,38 @@ def _few_rows(
     x_at = x_pointer + row[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_M]
     weight_at = weight_pointer + column.to(tl.int64)[:, None] * K + lane[None, :]
     to_up = outputs.to(tl.int64) * K
-    every = outputs * (2 if GATED else 1)
-    first = program * BLOCK_N
     together: tl.constexpr = 128 if FP8 else None  # inputs: see kernels/gpu/fp8_rows.py
-    sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    tile: tl.constexpr = 2 * BLOCK_N if GATED and BITS > 0 else BLOCK_N  # with gates and ups
+    sums = tl.zeros([tile, BLOCK_M], dtype=tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         in_depth = start + lane < K
         mask = in_columns[:, None] & in_depth[None, :]
-        if EVEN:
+        if BITS > 0:
+            x = x_tiles.load([tl.program_id(1) * BLOCK_M, start]).T
+        elif EVEN:
             x = tl.load(x_at + start, mask=in_rows[None, :], other=0.0)
         else:
             x = tl.load(x_at + start, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
         if BITS > 0:
             weights = packed_tile(
-                weight_pointer, column_scales_pointer, start, first, outputs, every,
-                K, BITS, GROUP, EXACT, x.dtype, BLOCK_N, BLOCK_K, EVEN,
+                weight_pointer, column_scales_pointer, start, program * BLOCK_N, outputs,
+                K, BITS, GROUP, EXACT, x.dtype, tile, BLOCK_K, EVEN, GATED,
             )  # fmt: skip
         elif EVEN:
             weights = tl.load(weight_at + start, eviction_policy="evict_first")
         else:
             weights = tl.load(weight_at + start, mask=mask, other=0.0)
         sums = tl.dot(weights, x, sums, input_precision="ieee", max_num_imprecise_acc=together)
-        if GATED:
-            if BITS > 0:
-                weights = packed_tile(
-                    weight_pointer + outputs * 4, column_scales_pointer + outputs, start, first,
-                    outputs, every, K, BITS, GROUP, EXACT, x.dtype, BLOCK_N, BLOCK_K, EVEN,
-                )  # fmt: skip
-            elif EVEN:
+        if GATED and BITS == 0:
+            if EVEN:
                 weights = tl.load(weight_at + to_up + start, eviction_policy="evict_first")
             else:
                 weights = tl.load(weight_at + to_up + start, mask=mask, other=0.0)
             ups = tl.dot(weights, x, ups, input_precision="ieee", max_num_imprecise_acc=together)
+    if tile > BLOCK_N:
+        halves = tl.permute(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
+        sums, ups = tl.split(halves)
     if AHEAD > 0:
         prefetch(ahead_pointer, piece, AHEAD)
     if FP8:

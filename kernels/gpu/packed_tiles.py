@@ -71,8 +71,8 @@ def _decode(
     start = tl.program_id(0) * BLOCK_K
     first = tl.program_id(1) * BLOCK_N
     words, scales = _loaded(
-        words_pointer, scales_pointer, start, first, outputs, outputs,
-        K, BITS, GROUP, BLOCK_N, BLOCK_K, EVEN,
+        words_pointer, scales_pointer, start, first, outputs,
+        K, BITS, GROUP, BLOCK_N, BLOCK_K, EVEN, False,
     )  # fmt: skip
     column = first + tl.arange(0, BLOCK_N)
     lane = start // each + tl.arange(0, BLOCK_K // each)
@@ -139,7 +139,6 @@ def packed_tile(
     start,
     first,
     outputs,
-    stride,
     K: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -148,13 +147,14 @@ def packed_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """[BLOCK_N, BLOCK_K]: the weights of outputs from `first` on, of `outputs`, and of inputs from
-    `start` on. `stride`: the outputs of the whole weight. BLOCK_K: a multiple of GROUP or a part
-    of it."""
+    `start` on. GATED: half as many gates, then their ups, which follow all gates. BLOCK_K: a
+    multiple of GROUP or a part of it."""
     words, scales = _loaded(
-        words_pointer, scales_pointer, start, first, outputs, stride,
-        K, BITS, GROUP, BLOCK_N, BLOCK_K, EVEN,
+        words_pointer, scales_pointer, start, first, outputs,
+        K, BITS, GROUP, BLOCK_N, BLOCK_K, EVEN, GATED,
     )  # fmt: skip
     return _numbers(words, scales, BITS, EXACT, dtype, BLOCK_N, BLOCK_K)
 
@@ -166,32 +166,38 @@ def _loaded(
     start,
     first,
     outputs,
-    stride,
     K: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Words [groups, blocks, BLOCK_N, 4], scales [groups, BLOCK_N]."""
     block: tl.constexpr = 128 // BITS  # inputs
     groups: tl.constexpr = max(1, BLOCK_K // GROUP)
     blocks: tl.constexpr = BLOCK_K // groups // block
-    column, group = first + tl.arange(0, BLOCK_N), tl.arange(0, groups)
+    half: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    stride = outputs * (2 if GATED else 1)
     # A block's words lie side by side, output after output: threads load and share them so.
     row, word = tl.arange(0, groups * blocks), tl.arange(0, BLOCK_N * 4)
+    group, output = tl.arange(0, groups), tl.arange(0, BLOCK_N)
+    in_words, in_outputs = first + word // 4 % half < outputs, first + output % half < outputs
+    if GATED:
+        word += word // (half * 4) * (outputs - half) * 4
+        output += output // half * (outputs - half)
     words_at = words_pointer + (start // block) * (stride * 4) + first * 4
     words_at += row[:, None] * (stride * 4) + word[None, :]
-    scales_at = scales_pointer + (start // GROUP) * stride
-    scales_at += group[:, None] * stride + column[None, :]
+    scales_at = scales_pointer + (start // GROUP) * stride + first
+    scales_at += group[:, None] * stride + output[None, :]
     if EVEN:
         words = tl.load(words_at, eviction_policy="evict_first")
         scales = tl.load(scales_at)
     else:
-        inside = (start + row * block < K)[:, None] & (first + word // 4 < outputs)[None, :]
+        inside = (start + row * block < K)[:, None] & in_words[None, :]
         words = tl.load(words_at, mask=inside, other=0)
-        inside = (start + group * GROUP < K)[:, None] & (column < outputs)[None, :]
+        inside = (start + group * GROUP < K)[:, None] & in_outputs[None, :]
         scales = tl.load(scales_at, mask=inside, other=0)
     return tl.reshape(words, (groups, blocks, BLOCK_N, 4)), scales
 
