@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu.fixed_order import (
@@ -34,7 +33,7 @@ from baton.kernels.gpu.fixed_order import (
 from baton.kernels.gpu.fp8_rows import fp8_rows
 from baton.kernels.gpu.low_rank import DEPTH, Shrunk, added_columns, can_overlap
 from baton.kernels.gpu.norm import Scaled
-from baton.kernels.gpu.packed_tiles import packed_tile
+from baton.kernels.gpu.packed_tiles import awaited, packed_tile
 from baton.kernels.gpu.prefetch import piece_for, prefetch
 from baton.kernels.gpu.tilings import (
     LinearTiling,
@@ -127,11 +126,11 @@ class _Operands(NamedTuple):
         return {"BITS": packed, "GROUP": self.group, "EXACT": self.exact}
 
 
-def _operands(x: Tensor, weight: Weight, outputs: int) -> _Operands:
+def _operands(x: Tensor, weight: Weight, outputs: int, gated: bool) -> _Operands:
     if isinstance(weight, Fp8Weight):
         return _Operands(fp8_tiling_for(outputs, len(x)), *fp8_rows(x), *weight, 8)
     if isinstance(weight, PackedWeight):
-        tiling = packed_tiling_for(outputs, len(x), weight.bits)
+        tiling = packed_tiling_for(outputs, len(x), gated)
         parts = weight.words, weight.scales, weight.bits, weight.group, weight.exact
         return _Operands(tiling, x, x, *parts)
     return _Operands(tiling_for(outputs, len(x)), x, x, weight, x, 8 * weight.itemsize)
@@ -147,7 +146,7 @@ def _launch(
 ) -> None:
     source, norm, target, gates = extras.source, extras.norm, extras.target, extras.gates
     rows, depth = x.shape
-    read = _operands(x, weight, outputs)
+    read = _operands(x, weight, outputs, gates is not None)
     tiling, block_m = read.tiling, row_block(read.tiling, rows)
     packed = isinstance(weight, PackedWeight)
     # Packed gates are in one tile with their ups.
@@ -160,7 +159,6 @@ def _launch(
     written = target.squares if target else None
     _few_rows[(programs, triton.cdiv(rows, block_m))](
         read.x,
-        TensorDescriptor.from_tensor(x, [block_m, tiling.depth]) if packed else None,
         read.codes,
         read.row_scales,
         read.scales,
@@ -224,7 +222,6 @@ def _adapter_constants(shrunk: Shrunk | None) -> dict[str, int]:
 )
 def _few_rows(
     x_pointer,
-    x_tiles,
     weight_pointer,
     row_scales_pointer,
     column_scales_pointer,
@@ -284,9 +281,7 @@ def _few_rows(
     for start in range(0, K, BLOCK_K):
         in_depth = start + lane < K
         mask = in_columns[:, None] & in_depth[None, :]
-        if BITS > 0:
-            x = x_tiles.load([tl.program_id(1) * BLOCK_M, start]).T
-        elif EVEN:
+        if EVEN:
             x = tl.load(x_at + start, mask=in_rows[None, :], other=0.0)
         else:
             x = tl.load(x_at + start, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
@@ -300,6 +295,8 @@ def _few_rows(
         else:
             weights = tl.load(weight_at + start, mask=mask, other=0.0)
         sums = tl.dot(weights, x, sums, input_precision="ieee", max_num_imprecise_acc=together)
+        if BITS > 0:
+            sums = awaited(sums)
         if GATED and BITS == 0:
             if EVEN:
                 weights = tl.load(weight_at + to_up + start, eviction_policy="evict_first")

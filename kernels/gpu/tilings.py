@@ -11,14 +11,14 @@ from torch import Tensor
 
 from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu.fp8_rows import library_multiplies
-from baton.kernels.packed import Bits, PackedWeight
+from baton.kernels.packed import PackedWeight
 
 Weight = Tensor | Fp8Weight | PackedWeight
 
 MOST_ROWS = 32
 FP8_TILE_ROWS = 64
 PACKED_TILE_ROWS = 128
-PACKED_ROWS = 512
+PACKED_ROWS = 256
 """Beyond this many rows the matrix library is faster; in FP8, beyond a tile's; of packed weights,
 with the time to decode them for it."""
 
@@ -58,20 +58,17 @@ def fp8_tiling_for(outputs: int, rows: int) -> LinearTiling:
     return LinearTiling(64, 128, 4, 8 if rows <= FP8_TILE_ROWS else 6, FP8_TILE_ROWS)
 
 
-def packed_tiling_for(outputs: int, rows: int, bits: Bits) -> LinearTiling:
-    """Of 64 outputs at least, as in FP8. A warp decodes what it multiplies, 16 outputs at a time:
-    with many rows several programs share a multiprocessor, of which one decodes while another
-    multiplies."""
-    if rows <= 64:
-        depth = 256 if rows <= 16 and bits == 4 else 128
-        return LinearTiling(64, depth, 4, 8 if outputs < 8192 and bits == 4 else 4, 64)
-    if outputs <= 4096 and rows <= 128:
-        return LinearTiling(64, 128, 4, 3, 64)
-    if 4096 < outputs < 8192 and rows > 128:
-        return LinearTiling(128, 64, 8, 4, PACKED_TILE_ROWS)
-    if outputs <= 4096 and rows > 256:
-        return LinearTiling(128, 64, 8, 4, PACKED_TILE_ROWS)
-    return LinearTiling(64, 128, 4, 3, PACKED_TILE_ROWS)
+def packed_tiling_for(outputs: int, rows: int, gated: bool) -> LinearTiling:
+    """Of 64 outputs at least, as in FP8; of these, half are ups of gated products. A warp decodes
+    what it multiplies, 16 outputs at a time: with many rows several programs share a
+    multiprocessor, of which one decodes while another multiplies."""
+    if rows <= MOST_ROWS:
+        return LinearTiling(64, 128 if gated else 256, 4, 4)
+    if rows <= 64 or (rows <= 128 and outputs <= 4096):
+        return LinearTiling(64, 128, 4, 4, 64)
+    if gated and rows <= 128:
+        return LinearTiling(128, 128, 8, 3, PACKED_TILE_ROWS)
+    return LinearTiling(64, 64 if gated else 128, 4, 4 if gated else 3, PACKED_TILE_ROWS)
 
 
 def row_block(tiling: LinearTiling, rows: int) -> int:

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256)
 PRODUCTS = [(4096, 4096, 128), (1536, 8960, 128), (960, 576, 64), (200, 544, 32)]
 """Outputs, inputs and a group's inputs."""
+FILLING = (28672, 4096, 64)
+"""With several programs on each multiprocessor, which wait for each other."""
 
 
 def random_rows(size: int, dtype: torch.dtype) -> Tensor:
@@ -59,6 +61,12 @@ KINDS: list[Kind] = [
 
 GATES: list[Activation | None] = [None, "silu"]
 EVERY = [(size, kind, bits) for size in PRODUCTS for kind in KINDS for bits in BITS]
+EVERY.append((FILLING, KINDS[0], 4))
+
+
+def in_parts(x: Tensor, numbers: Tensor) -> Tensor:
+    """Products of plain weights, ours."""
+    return torch.cat([few_rows_alone(part, numbers) for part in x.split(MOST_ROWS)])
 
 
 @pytest.mark.parametrize(("size", "kind", "bits"), EVERY)
@@ -72,13 +80,13 @@ def test_weights_are_decoded(size: Size, kind: Kind, bits: Bits) -> None:
 def test_products_have_the_bits_of_decoded_weights(size: Size, kind: Kind, bits: Bits) -> None:
     weight = random_weight(*size, bits, *kind)
     numbers, x = weight.numbers(), random_rows(size[1], kind[0])
-    few, many = few_rows_alone(x[:MOST_ROWS], numbers), few_rows_alone(x, weight)
+    few, many = in_parts(x, numbers), few_rows_alone(x, weight)
     wrong = {}
     for rows in ROWS:
         found = few_rows_alone(x[:rows], weight)
         with Numerics.INVARIANT.library(rows):
             product = torch.mm(x[:rows], numbers.t())
-        differ = found[:MOST_ROWS] != few[:rows], found != product, found != many[:rows]
+        differ = found != few[:rows], found != product, found != many[:rows]
         if any(each.any() for each in differ):
             wrong[rows] = [int(each.sum()) for each in differ]
     assert not wrong, "by rows: numbers unlike ours of plain weights, the library's, more rows'"
@@ -97,19 +105,24 @@ def check_residual(
     x: Tensor, weight: PackedWeight, numbers: Tensor, residual: Tensor, norm: Tensor
 ) -> None:
     """What a product leaves on the residual, and what the next one reads of it."""
-    rows = slice(0, MOST_ROWS)
-    found, wanted = residual.clone(), residual[rows].clone()
+    found, wanted = residual.clone(), residual.clone()
     left = few_rows_onto(x, weight, found, norm, 1e-5)
-    wanted_left = few_rows_onto(x[rows], numbers, wanted, norm, 1e-5)
-    assert torch.equal(found[rows], wanted)
-    assert torch.equal(left.x[rows], wanted_left.x)
-    assert left.squares is not None
-    assert wanted_left.squares is not None
-    assert torch.equal(left.squares[:, rows], wanted_left.squares)
+    parts = [
+        few_rows_onto(some, numbers, part, norm, 1e-5)
+        for some, part in zip(x.split(MOST_ROWS), wanted.split(MOST_ROWS), strict=True)
+    ]
+    assert torch.equal(found, wanted)
+    assert torch.equal(left.x, torch.cat([part.x for part in parts]))
+    assert torch.equal(squares_of(left), torch.cat([squares_of(part) for part in parts], dim=1))
+
+
+def squares_of(scaled: Scaled) -> Tensor:
+    assert scaled.squares is not None
+    return scaled.squares
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("outputs", "inputs", "group"), PRODUCTS)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [*PRODUCTS, FILLING])
 def test_gated_products_have_the_bits_of_decoded_weights(
     outputs: int, inputs: int, group: int, bits: Bits
 ) -> None:
@@ -118,11 +131,13 @@ def test_gated_products_have_the_bits_of_decoded_weights(
     bias = random_rows(outputs, torch.bfloat16)[0]
     squares = torch.rand(4, PACKED_ROWS, device="cuda") * inputs
 
-    def source(rows: int) -> Scaled:
-        return Scaled(x[:rows], squares[:, :rows].contiguous(), 1e-5)
+    def source(first: int, last: int) -> Scaled:
+        return Scaled(x[first:last], squares[:, first:last].contiguous(), 1e-5)
 
     for gates in GATES:
-        few = few_rows(source(MOST_ROWS), numbers, bias, gates)
+        starts = range(0, PACKED_ROWS, MOST_ROWS)
+        parts = [source(start, start + MOST_ROWS) for start in starts]
+        few = torch.cat([few_rows(part, numbers, bias, gates) for part in parts])
         for rows in ROWS:
-            found = few_rows(source(rows), weight, bias, gates)
-            assert torch.equal(found[:MOST_ROWS], few[:rows]), (gates, rows)
+            found = few_rows(source(0, rows), weight, bias, gates)
+            assert torch.equal(found, few[:rows]), (gates, rows)
