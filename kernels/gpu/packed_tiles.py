@@ -161,8 +161,9 @@ def packed_tile(
 
 @triton.jit
 def awaited(sums):
-    """The sums of a product with a decoded tile, once it has ended. Triton 3.6 loads the rows of a
-    later tile over those that such a product may still read: seen from 64 rows on."""
+    """The sums of a product with a decoded tile, once it has ended. Otherwise Triton 3.6 decodes
+    the next tile into registers that the product may still read, as it was seen to do from 64 rows
+    on."""
     if COMPILED:
         sums = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=False, pack=1

@@ -59,16 +59,20 @@ def fp8_tiling_for(outputs: int, rows: int) -> LinearTiling:
 
 
 def packed_tiling_for(outputs: int, rows: int, gated: bool) -> LinearTiling:
-    """Of 64 outputs at least, as in FP8; of these, half are ups of gated products. A warp decodes
-    what it multiplies, 16 outputs at a time: with many rows several programs share a
-    multiprocessor, of which one decodes while another multiplies."""
-    if rows <= MOST_ROWS:
-        return LinearTiling(64, 128 if gated else 256, 4, 4)
-    if rows <= 64 or (rows <= 128 and outputs <= 4096):
+    """Of 64 outputs at least, as in FP8; of gated products half are ups. Programs do not decode
+    while they multiply: with many rows several share a multiprocessor. Few outputs leave some idle,
+    so more programs decode the same weights for fewer rows each."""
+    if gated:
+        if rows <= MOST_ROWS:
+            return LinearTiling(64, 128, 4, 4)
+        return LinearTiling(128, 128 if rows <= 64 else 64, 8, 4, PACKED_TILE_ROWS)
+    if rows <= MOST_ROWS or (rows <= 64 and outputs <= 4096):
+        return LinearTiling(64, 256, 4, 4)
+    if rows <= 64:
+        return LinearTiling(64, 256, 4, 3, 64)
+    if rows <= 128 or outputs <= 4096:
         return LinearTiling(64, 128, 4, 4, 64)
-    if gated and rows <= 128:
-        return LinearTiling(128, 128, 8, 3, PACKED_TILE_ROWS)
-    return LinearTiling(64, 64 if gated else 128, 4, 4 if gated else 3, PACKED_TILE_ROWS)
+    return LinearTiling(64, 128, 4, 3, PACKED_TILE_ROWS)
 
 
 def row_block(tiling: LinearTiling, rows: int) -> int:
