@@ -116,19 +116,19 @@ MANY = [
 """To try, for up to 32, up to 64 and more rows."""
 
 
-def tilings(case: Case, rows: int, bits: Bits) -> Iterator[LinearTiling]:
+def tilings(rows: int, bits: Bits) -> Iterator[LinearTiling]:
     """Those that fit."""
     for tiling in FEW if rows <= 32 else SOME if rows <= 64 else MANY:
         block = row_block(tiling, rows)
-        fits = stages_for(tiling, block, case.gated, bits, 16) == tiling.stages
-        registers = tiling.outputs * block * (1 + case.gated) // (32 * tiling.warps)
+        fits = stages_for(tiling, block, False, bits, 16) == tiling.stages
+        registers = tiling.outputs * block // (32 * tiling.warps)
         if fits and registers <= 160:
             yield tiling
 
 
 def print_tilings(case: Case, rows: list[int], bits: Bits) -> None:
     xs = {n: torch.randn(n, SHAPES[case.name][1], device="cuda").bfloat16() for n in rows}
-    every = [(n, tiling) for n in rows for tiling in tilings(case, n, bits)]
+    every = [(n, tiling) for n in rows for tiling in tilings(n, bits)]
 
     def use(tiling: LinearTiling) -> None:
         vars(linear)["packed_tiling_for"] = lambda *_: tiling
