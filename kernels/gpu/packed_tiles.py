@@ -161,9 +161,9 @@ def packed_tile(
 
 @triton.jit
 def awaited(sums):
-    """The sums of a product with a decoded tile, once it has ended. Otherwise Triton 3.6 decodes
-    the next tile into registers that the product may still read, as it was seen to do from 64 rows
-    on."""
+    """The sums of a product with a decoded tile, once it has ended. Otherwise Triton 3.6 waits
+    for it after the next tile was decoded, maybe into registers that it still reads: from 64 rows
+    on, sums were seen to be wrong."""
     if COMPILED:
         sums = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=False, pack=1
