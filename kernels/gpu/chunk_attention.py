@@ -13,9 +13,9 @@ from torch import Tensor
 
 from baton.kernels.gpu import hopper_chunks
 from baton.kernels.gpu.decode_attention import WIDE_BYTES, tiles_ahead
-from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge, tile_of
+from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge_blocks, tile_of
 from baton.kernels.gpu.head_codes import is_coded
-from baton.kernels.gpu.pages import load_tile
+from baton.kernels.gpu.pages import load_pages, load_tile
 from baton.kernels.gpu.rotary import HeadShape
 
 BLOCK_QUERIES = hopper_chunks.BLOCK_QUERIES
@@ -86,7 +86,7 @@ def attend_anywhere(
         SINKS=shape.sinks is not None,
         num_warps=4 if block_d <= 128 else 8,
         enable_fp_fusion=False,
-        num_stages=3 if by_split else tiles_ahead(1, tile * block_d * qkv.itemsize),
+        num_stages=3 if by_split else min(2, tiles_ahead(tile * block_d * qkv.itemsize)),
     )
     return out
 
@@ -94,14 +94,15 @@ def attend_anywhere(
 @triton.jit
 def _attend_tile(
     highest, total, sums, query, position, kv_pointer, table, value_offset, page_stride, tile,
-    first, end, inside, in_dim, scale_place, scale, bend, window, ROWS: tl.constexpr,
+    first, end, columns, scale, bend, window, ROWS: tl.constexpr, DIM: tl.constexpr,
     TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKEN: tl.constexpr, CAPPED: tl.constexpr,
     CODED: tl.constexpr,
 ):  # fmt: skip
     """Adds the tokens from `tile` on to those before them in their split: fixed_order.attend."""
     keys, values, token = load_tile(
-        kv_pointer, table, value_offset, page_stride, tile, first, end, inside, in_dim,
-        scale_place, TILE, PAGE_SIZE, TOKEN, CODED, query.dtype,
+        kv_pointer, load_pages(table, tile, first, end, TILE, PAGE_SIZE), value_offset,
+        page_stride, tile, first, end, columns, DIM, TILE, PAGE_SIZE, TOKEN, CODED,
+        query[0].dtype,
     )  # fmt: skip
     seen = token[None, :] <= position
     if window > 0:
@@ -150,16 +151,16 @@ def _chunk(
         member = tl.arange(0, BLOCK_M)
         mine = (member < count)[:, None] & in_dim[None, :]
         at = (first_row + member)[:, None] * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM
-        query = tl.load(qkv_pointer + at + dim[None, :], mask=mine, other=0.0)
+        query = (tl.load(qkv_pointer + at + dim[None, :], mask=mine, other=0.0),)
         position = (start + member)[:, None]
         end = start + count
         first = tl.maximum(start - window + 1, 0) if window > 0 else 0
-        place = (head // (HEADS // KV_HEADS)) * HEAD
-        inside, scale_place = place + dim, place + DIM
+        kv_pointer += (head // (HEADS // KV_HEADS)) * HEAD
+        columns = (dim,)
 
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        sums = (tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),)
         if SINKS:
             highest = tl.zeros_like(total) + tl.load(sinks_pointer + head)
             total += 1.0
@@ -168,15 +169,15 @@ def _chunk(
             for split in range(first // SPLIT * SPLIT, end, SPLIT):
                 split_highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
                 split_total = tl.zeros([BLOCK_M], dtype=tl.float32)
-                split_sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+                split_sums = (tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),)
                 for tile in tl.static_range(SPLIT // TILE):
                     split_highest, split_total, split_sums = _attend_tile(
                         split_highest, split_total, split_sums, query, position, kv_pointer, table,
-                        value_offset, page_stride, split + tile * TILE, first, end, inside, in_dim,
-                        scale_place, scale, bend, window, BLOCK_M, TILE, PAGE_SIZE,
-                        KV_HEADS * HEAD, CAPPED, CODED,
+                        value_offset, page_stride, split + tile * TILE, first, end, columns, scale,
+                        bend, window, BLOCK_M, DIM, TILE, PAGE_SIZE, KV_HEADS * HEAD, CAPPED,
+                        CODED,
                     )  # fmt: skip
-                highest, total, sums = merge(
+                highest, total, sums = merge_blocks(
                     highest, total, sums, split_highest, split_total, split_sums
                 )
         else:
@@ -184,16 +185,16 @@ def _chunk(
                 split_highest = tl.where(tile % SPLIT == 0, float("-inf"), split_highest)
                 split_highest, split_total, split_sums = _attend_tile(
                     split_highest, split_total, split_sums, query, position, kv_pointer, table,
-                    value_offset, page_stride, tile, first, end, inside, in_dim, scale_place, scale,
-                    bend, window, BLOCK_M, TILE, PAGE_SIZE, KV_HEADS * HEAD, CAPPED, CODED,
+                    value_offset, page_stride, tile, first, end, columns, scale, bend, window,
+                    BLOCK_M, DIM, TILE, PAGE_SIZE, KV_HEADS * HEAD, CAPPED, CODED,
                 )  # fmt: skip
                 if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
-                    highest, total, sums = merge(
+                    highest, total, sums = merge_blocks(
                         highest, total, sums, split_highest, split_total, split_sums
                     )
-        result = sums * (1.0 / total)[:, None]
+        result = sums[0] * (1.0 / total)[:, None]
         out_at = (first_row + member)[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
-        tl.store(out_pointer + out_at, result.to(query.dtype), mask=mine)
+        tl.store(out_pointer + out_at, result.to(query[0].dtype), mask=mine)
 
 
 BLOCK_TOKENS = 16

@@ -17,9 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, inverse_size, merge, tile_of
+from baton.kernels.gpu.fixed_order import (
+    SPLIT,
+    TILE,
+    attend,
+    column_blocks,
+    columns_of,
+    cut_columns,
+    inverse_size,
+    merge_blocks,
+    tile_of,
+    zero_sums,
+)
 from baton.kernels.gpu.head_codes import encode, is_coded, scales_at
-from baton.kernels.gpu.pages import load_tile
+from baton.kernels.gpu.pages import load_pages, load_tile
 from baton.kernels.gpu.rotary import (
     HeadShape,
     Projected,
@@ -27,20 +38,29 @@ from baton.kernels.gpu.rotary import (
     load_turn,
     prepare_heads,
 )
-from baton.kernels.gpu.splits import SplitWorkspace, merge_splits, programs_for
+from baton.kernels.gpu.splits import (
+    WANTED_PROGRAMS,
+    SplitWorkspace,
+    merge_splits,
+    programs_for,
+)
 
 WIDE_BYTES = 512
 """Heads of this size fill the registers of two warps, and shared memory with few tiles."""
 
-SMALL_BYTES = 128
-"""Heads of up to this size keep one warp busy: more programs run side by side."""
+SMALL_BYTES = 192
+"""Heads of up to this size leave room for a tile that is loaded while another one is attended. So
+half as many programs fill the chip, of four warps each."""
+
+TINY_BYTES, MANY_PROGRAMS = 128, 1024
+"""So many programs of heads of up to this size fill the chip with one warp each."""
 
 CODED_QUERIES = 64
 """Least rows of a product over codes. Fewer are of other instructions, for which the compiler takes
 the numbers of a key that was a byte each in another order: other bits than a chunk's."""
 
 FEW_ROWS = 16
-"""Below this many sequences latency counts: more warps, less loaded ahead."""
+"""Below this many sequences latency counts: more warps."""
 
 
 def decode_attention(
@@ -65,11 +85,13 @@ def decode_attention(
     """
     qkv, squares, bias = projected.qkv, projected.squares, projected.bias
     batch, group = len(qkv), shape.heads // shape.kv_heads
-    programs = programs_for(batch, shape.kv_heads)
-    block_d, tile = max(16, triton.next_power_of_2(shape.head_dim)), tile_of(qkv.dtype)
-    coded = is_coded(kv_layer.dtype)
+    programs = programs_for(batch, shape.kv_heads, wanted_programs(shape.head_dim * qkv.itemsize))
+    tile, coded = tile_of(qkv.dtype), is_coded(kv_layer.dtype)
+    block_d, rest = columns_of(shape.head_dim)
     least = CODED_QUERIES if coded and tile == TILE else 16
-    _decode[(batch, shape.kv_heads, programs)](
+    warps = 4 if coded else _warps_for(batch, shape.kv_heads, shape.head_dim * qkv.itemsize)
+    # Heads first: programs that run at the same time read neighbours in a page.
+    _decode[(shape.kv_heads, batch, programs)](
         qkv,
         qkv if squares is None else squares,
         qkv if bias is None else bias,
@@ -100,6 +122,7 @@ def decode_attention(
         DIM=shape.head_dim,
         HEAD=kv_layer.shape[4],
         BLOCK_D=block_d,
+        REST=0 if coded else rest,
         CODED=coded,
         INPUTS=projected.source.x.shape[1] if projected.source else 1,
         TILE=tile,
@@ -111,27 +134,32 @@ def decode_attention(
         ROTATES=shape.rotates,
         CAPPED=shape.scoring.cap is not None,
         SINKS=shape.sinks is not None,
-        num_warps=4 if coded else _warps_for(batch, block_d * qkv.itemsize),
+        num_warps=warps,
         enable_fp_fusion=False,
-        num_stages=tiles_ahead(batch, tile * block_d * qkv.itemsize),
+        num_stages=2 if warps == 1 else tiles_ahead(tile * shape.head_dim * qkv.itemsize),
     )
     if programs > 1:
         merge_splits(positions, workspace, programs, shape.heads, shape.window or 0, out)
     return out
 
 
-def _warps_for(batch: int, head_bytes: int) -> int:
-    if batch < FEW_ROWS or head_bytes >= WIDE_BYTES:
-        return 4
-    return 1 if head_bytes <= SMALL_BYTES else 2
+def wanted_programs(head_bytes: int) -> int:
+    """Programs that fill the chip."""
+    return WANTED_PROGRAMS // 2 if head_bytes <= SMALL_BYTES else WANTED_PROGRAMS
 
 
-def tiles_ahead(batch: int, tile_bytes: int) -> int:
-    """Tiles of keys, and of values, in shared memory at a time: as many as hide its latency, and
-    fit."""
+def _warps_for(batch: int, kv_heads: int, head_bytes: int) -> int:
+    if head_bytes <= TINY_BYTES and batch * kv_heads >= MANY_PROGRAMS:
+        return 1
+    return 4 if batch < FEW_ROWS or head_bytes <= SMALL_BYTES or head_bytes >= WIDE_BYTES else 2
+
+
+def tiles_ahead(tile_bytes: int) -> int:
+    """Stages of the loop over tiles: with 3, one is loaded while another one is attended; with 2,
+    other programs use that time; with 1, no more fits."""
     if tile_bytes > 32 << 10:
         return 1
-    return 2 if batch < FEW_ROWS or tile_bytes > 16 << 10 else 3
+    return 3 if tile_bytes <= SMALL_BYTES * TILE else 2
 
 
 @triton.jit
@@ -150,22 +178,24 @@ def _store(pointer, head, dim, DIM: tl.constexpr, CODED: tl.constexpr):
 @triton.jit
 def attend_program(
     query, earliest, position, first, begin, end, program, mine, place, at_split, in_rows, out,
-    in_group, sinks_at, kv_pointer, table, value_offset, page_stride, inside, in_dim, scale_place,
-    sums_pointer, weights_pointer, dim, scale, bend, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    sinks_at, kv_pointer, table, pages, value_offset, page_stride, sums_pointer, weights_pointer,
+    columns, scale, bend, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
     DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TOKEN: tl.constexpr, CODED: tl.constexpr, ALONE: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attends the tokens from `begin` to `end`, whole splits of them, and leaves what was found in
-    `out` or in the workspace.
+    """Attends the tokens from `begin` to `end`, whole splits of them, and leaves what was found at
+    `out` [BLOCK_G] or in the workspace.
 
-    query [BLOCK_G, BLOCK_D], of which the rows `in_rows` [BLOCK_G] count; a row sees the tokens
-    from `earliest` to `position`, both [BLOCK_G, 1] or one number for all. No row sees any before
-    `first`. `place` [BLOCK_G]: of a row's first split in the workspace; `at_split`: of split 0.
+    query [BLOCK_G, columns], of each block of columns; the rows `in_rows` [BLOCK_G] count; a row
+    sees the tokens from `earliest` to `position`, both [BLOCK_G, 1] or one number for all. No row
+    sees any before `first`. `place` [BLOCK_G]: of a row's first split in the workspace; `at_split`:
+    of split 0.
     """
+    dtype: tl.constexpr = query[0].dtype
     highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_G], dtype=tl.float32)
-    sums = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    sums = zero_sums(BLOCK_G, BLOCK_D, REST)
     # Two loops: with a branch in one, its loads would not run ahead.
     if program == 0:
         all_highest, all_total, all_sums = highest, total, sums
@@ -174,45 +204,59 @@ def attend_program(
             all_total += 1.0
         for tile in range(begin, end, TILE):
             keys, values, token = load_tile(
-                kv_pointer, table, value_offset, page_stride, tile, first, end, inside, in_dim,
-                scale_place, TILE, PAGE_SIZE, TOKEN, CODED, query.dtype,
+                kv_pointer, pages, value_offset, page_stride, tile, first, end, columns, DIM,
+                TILE, PAGE_SIZE, TOKEN, CODED, dtype,
             )  # fmt: skip
+            pages = load_pages(table, tile + TILE, first, end, TILE, PAGE_SIZE)
             seen = (token[None, :] >= earliest) & (token[None, :] <= position)
             highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
             highest, total, sums = attend(
                 highest, total, sums, query, keys, values, seen, scale, bend,
                 BLOCK_G, TILE, CAPPED)  # fmt: skip
             if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
-                all_highest, all_total, all_sums = merge(
+                all_highest, all_total, all_sums = merge_blocks(
                     all_highest, all_total, all_sums, highest, total, sums
                 )
         if ALONE:
-            result = all_sums * (1.0 / all_total)[:, None]
-            tl.store(out, result.to(query.dtype), mask=in_group)
+            inverse = (1.0 / all_total)[:, None]
+            for block in tl.static_range(len(columns)):
+                mask = in_rows[:, None] & (columns[block] < DIM)[None, :]
+                result = (all_sums[block] * inverse).to(dtype)
+                tl.store(out[:, None] + columns[block][None, :], result, mask=mask)
         else:
             # What it has merged, in place of its last split.
-            last = place + mine - 1
-            sums_at = sums_pointer + last[:, None] * DIM + dim[None, :]
-            tl.store(sums_at, all_sums, mask=in_group)
-            tl.store(weights_pointer + 2 * last, all_highest, mask=in_rows)
-            tl.store(weights_pointer + 2 * last + 1, all_total, mask=in_rows)
+            _store_split(
+                sums_pointer, weights_pointer, place + mine - 1, all_highest, all_total, all_sums,
+                in_rows, columns, DIM)  # fmt: skip
     else:
         for tile in range(begin, end, TILE):
             keys, values, token = load_tile(
-                kv_pointer, table, value_offset, page_stride, tile, first, end, inside, in_dim,
-                scale_place, TILE, PAGE_SIZE, TOKEN, CODED, query.dtype,
+                kv_pointer, pages, value_offset, page_stride, tile, first, end, columns, DIM,
+                TILE, PAGE_SIZE, TOKEN, CODED, dtype,
             )  # fmt: skip
+            pages = load_pages(table, tile + TILE, first, end, TILE, PAGE_SIZE)
             seen = (token[None, :] >= earliest) & (token[None, :] <= position)
             highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
             highest, total, sums = attend(
                 highest, total, sums, query, keys, values, seen, scale, bend,
                 BLOCK_G, TILE, CAPPED)  # fmt: skip
             if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
-                there = at_split + tile // SPLIT
-                sums_at = sums_pointer + there[:, None] * DIM + dim[None, :]
-                tl.store(sums_at, sums, mask=in_group)
-                tl.store(weights_pointer + 2 * there, highest, mask=in_rows)
-                tl.store(weights_pointer + 2 * there + 1, total, mask=in_rows)
+                _store_split(
+                    sums_pointer, weights_pointer, at_split + tile // SPLIT, highest, total, sums,
+                    in_rows, columns, DIM)  # fmt: skip
+
+
+@triton.jit
+def _store_split(
+    sums_pointer, weights_pointer, place, highest, total, sums, in_rows, columns, DIM: tl.constexpr
+):
+    """A split's results, at `place` [BLOCK_G] of the workspace."""
+    for block in tl.static_range(len(columns)):
+        mask = in_rows[:, None] & (columns[block] < DIM)[None, :]
+        at = sums_pointer + place[:, None] * DIM + columns[block][None, :]
+        tl.store(at, sums[block], mask=mask)
+    tl.store(weights_pointer + 2 * place, highest, mask=in_rows)
+    tl.store(weights_pointer + 2 * place + 1, total, mask=in_rows)
 
 
 @triton.jit(
@@ -251,6 +295,7 @@ def _decode(
     DIM: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
     CODED: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -263,13 +308,17 @@ def _decode(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    sequence, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions_pointer + sequence)
+    head, sequence, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position, row = tl.load(positions_pointer + sequence), tl.load(rows_pointer + sequence)
     first = tl.maximum(position - window + 1, 0) if window > 0 else 0
     active = position // SPLIT - first // SPLIT + 1
     mine = active if ALONE else tl.cdiv(active, tl.num_programs(2))
     if (position >= 0) & (program * mine < active):
-        table = table_pointer + tl.load(rows_pointer + sequence).to(tl.int64) * table_stride
+        table = table_pointer + row.to(tl.int64) * table_stride
+        before = first // SPLIT
+        begin = (before + program * mine) * SPLIT
+        end = tl.minimum((before + (program + 1) * mine) * SPLIT, position + 1)
+        pages = load_pages(table, begin, first, end, TILE, PAGE_SIZE)
         dim = tl.arange(0, BLOCK_D)
         in_dim = dim < DIM
         member = tl.arange(0, BLOCK_G)
@@ -313,16 +362,13 @@ def _decode(
             load_pairs(new, at, in_group), size, bias, norm, turn, head_epsilon,
             DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
         )  # fmt: skip
-        inside, scale_place = head * HEAD + dim, head * HEAD + DIM
-        out = out_pointer + sequence.to(tl.int64) * (HEADS * DIM) + at
-        before = first // SPLIT
-        begin = (before + program * mine) * SPLIT
-        end = tl.minimum((before + (program + 1) * mine) * SPLIT, position + 1)
+        out = out_pointer + sequence.to(tl.int64) * (HEADS * DIM) + (head * GROUP + member) * DIM
         place = (sequence * HEADS + head * GROUP + member).to(tl.int64) * splits - before
         attend_program(
-            query, first, position, first, begin, end, program, mine, place + before,
-            place, member < GROUP, out, in_group, sinks_pointer + head * GROUP + member,
-            kv_pointer, table, value_offset, page_stride, inside, in_dim, scale_place,
-            sums_pointer, weights_pointer, dim, scale, bend, BLOCK_G, BLOCK_D, DIM, TILE, SPLIT,
-            PAGE_SIZE, KV_HEADS * HEAD, CODED, ALONE, CAPPED, SINKS,
+            cut_columns(query, BLOCK_G, BLOCK_D, REST), first, position, first, begin, end, program,
+            mine, place + before, place, member < GROUP, out,
+            sinks_pointer + head * GROUP + member, kv_pointer + head * HEAD, table, pages,
+            value_offset, page_stride, sums_pointer, weights_pointer, column_blocks(BLOCK_D, REST),
+            scale, bend, BLOCK_G, BLOCK_D, REST, DIM, TILE, SPLIT, PAGE_SIZE, KV_HEADS * HEAD,
+            CODED, ALONE, CAPPED, SINKS,
         )  # fmt: skip

@@ -142,6 +142,56 @@ def _row_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return first + second
 
 
+def columns_of(dim: int) -> tuple[int, int]:
+    """Columns of a head's block, padded to a power of two; and of the second of two blocks, if two
+    powers of two hold just `dim` (96 are 64 and 32), or 0. The first is half of the padded one.
+
+    Scores have the same bits either way: further columns are zero.
+    """
+    size = max(16, triton.next_power_of_2(dim))
+    rest = dim - size // 2
+    return size, rest if 16 <= rest < size // 2 and rest & (rest - 1) == 0 else 0
+
+
+@triton.jit
+def column_blocks(BLOCK_D: tl.constexpr, REST: tl.constexpr):
+    """The columns of a head's blocks."""
+    if REST > 0:
+        blocks = (tl.arange(0, BLOCK_D // 2), BLOCK_D // 2 + tl.arange(0, REST))
+    else:
+        blocks = (tl.arange(0, BLOCK_D),)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
+def cut_columns(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr):
+    """x [ROWS, BLOCK_D] -> its blocks of columns."""
+    if REST > 0:
+        first, second = _column_halves(x, ROWS, BLOCK_D)
+        for level in tl.static_range(_halvings(BLOCK_D // 2 // REST)):
+            second, _ = _column_halves(second, ROWS, BLOCK_D // 2 >> level)
+        blocks = (first, second)
+    else:
+        blocks = (x,)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
+def zero_sums(ROWS: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr):
+    """Of each block of columns."""
+    if REST > 0:
+        first = tl.zeros([ROWS, BLOCK_D // 2], dtype=tl.float32)
+        sums = (first, tl.zeros([ROWS, REST], dtype=tl.float32))
+    else:
+        sums = (tl.zeros([ROWS, BLOCK_D], dtype=tl.float32),)  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
+def _column_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
 @triton.jit
 def attend(
     highest,
@@ -157,14 +207,23 @@ def attend(
     TOKENS: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Adds a tile to those before it in its split: query [ROWS, dim], keys [dim, TOKENS], values
-    [TOKENS, dim]. CAPPED: tanh comes before the scale, of products times `bend`:
-    tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
+    """Adds a tile to those before it in its split. Of each block of columns: query [ROWS, columns],
+    keys [columns, TOKENS], values [TOKENS, columns]. CAPPED: tanh comes before the scale, of
+    products times `bend`: tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
     """
-    scores = tl.dot(query, keys, out_dtype=tl.float32, input_precision="ieee")
+    scores = tl.dot(query[0], keys[0], out_dtype=tl.float32, input_precision="ieee")
+    for number in tl.static_range(1, len(query)):
+        scores = tl.dot(query[number], keys[number], scores, input_precision="ieee")
     if CAPPED:
         scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * bend))
-    return add_tile(highest, total, sums, scores, values, seen, scale, ROWS, TOKENS)
+    highest, total, fade, weights = _weigh(highest, total, scores, seen, scale, ROWS, TOKENS)
+    weights = weights.to(values[0].dtype)
+    added = ()
+    for number in tl.static_range(len(sums)):
+        faded = sums[number] * fade[:, None]
+        product = tl.dot(weights, values[number], faded, input_precision="ieee")
+        added += (product,)  # type: ignore[assignment]
+    return highest, total, added
 
 
 @triton.jit
@@ -176,14 +235,22 @@ def add_tile(
 
     The first tile of a split starts with a highest score of minus infinity.
     """
+    highest, total, fade, weights = _weigh(highest, total, scores, seen, scale, ROWS, TOKENS)
+    sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
+    return highest, total, sums
+
+
+@triton.jit
+def _weigh(highest, total, scores, seen, scale, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """A tile's weights [ROWS, TOKENS], what earlier sums are multiplied by, and each row's highest
+    score and normalizer with the tile."""
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
     fade = tl.exp2(highest - base)
     total = tl.fma(total, fade, _row_sums(weights, ROWS, TOKENS))
-    sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
-    return higher, total, sums
+    return higher, total, fade, weights
 
 
 @triton.jit
@@ -201,3 +268,15 @@ def merge(highest, total, sums, split_highest, split_total, split_sums):
     total = tl.fma(total, fade, split_total * share)
     sums = tl.fma(sums, fade[:, None], split_sums * share[:, None])
     return highest, total, sums
+
+
+@triton.jit
+def merge_blocks(highest, total, sums, split_highest, split_total, split_sums):
+    """The same for each block of columns."""
+    higher, fade, share = fades(highest, split_highest)
+    total = tl.fma(total, fade, split_total * share)
+    merged = ()
+    for number in tl.static_range(len(sums)):
+        added = split_sums[number] * share[:, None]
+        merged += (tl.fma(sums[number], fade[:, None], added),)  # type: ignore[assignment]
+    return higher, total, merged

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.gpu.decode_attention import CODED_QUERIES, attend_program, tiles_ahead
-from baton.kernels.gpu.fixed_order import SPLIT, TILE, tile_of
+from baton.kernels.gpu.fixed_order import SPLIT, TILE, column_blocks, columns_of, tile_of
 from baton.kernels.gpu.head_codes import is_coded
+from baton.kernels.gpu.pages import load_pages
 from baton.kernels.gpu.rotary import HeadShape
 from baton.kernels.gpu.splits import SplitWorkspace, merge_splits, programs_for
 
@@ -57,7 +58,8 @@ def guess_attention(
     programs = programs_for(rows, shape.kv_heads)
     if programs > 1:  # fewer sequences than rows share the chip
         programs = programs_for(triton.cdiv(rows, ROWS_OF_SEQUENCE), shape.kv_heads)
-    tile, block_d = tile_of(qkv.dtype), max(16, triton.next_power_of_2(shape.head_dim))
+    tile, coded = tile_of(qkv.dtype), is_coded(kv_layer.dtype)
+    block_d, rest = columns_of(shape.head_dim)
     _guess[(len(blocks), shape.kv_heads, programs)](
         qkv,
         blocks,
@@ -81,7 +83,8 @@ def guess_attention(
         DIM=shape.head_dim,
         HEAD=kv_layer.shape[4],
         BLOCK_D=block_d,
-        CODED=is_coded(kv_layer.dtype),
+        REST=0 if coded else rest,
+        CODED=coded,
         TILE=tile,
         SPLIT=SPLIT,
         ALONE=programs == 1,
@@ -89,7 +92,7 @@ def guess_attention(
         SINKS=shape.sinks is not None,
         num_warps=4,
         enable_fp_fusion=False,
-        num_stages=tiles_ahead(rows // ROWS_OF_SEQUENCE, tile * block_d * qkv.itemsize),
+        num_stages=tiles_ahead(tile * shape.head_dim * qkv.itemsize),
     )
     if programs > 1:
         merge_splits(blocks, workspace, programs, shape.heads, shape.window or 0, out)
@@ -121,6 +124,7 @@ def _guess(
     DIM: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
     CODED: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -138,26 +142,28 @@ def _guess(
     if (count > 0) & (program * mine < active):
         first_row = tl.load(entry).to(tl.int64)
         table = table_pointer + tl.load(entry + 3).to(tl.int64) * table_stride
-        dim = tl.arange(0, BLOCK_D)
-        in_dim = dim < DIM
+        columns = column_blocks(BLOCK_D, REST)
         member = tl.arange(0, BLOCK_G)
         row, query_head = member // GROUP, head * GROUP + member % GROUP
         in_rows = row < count
-        in_group = in_rows[:, None] & in_dim[None, :]
         at = (first_row + row) * ((HEADS + 2 * KV_HEADS) * DIM) + query_head * DIM
-        query = tl.load(qkv_pointer + at[:, None] + dim[None, :], mask=in_group, other=0.0)
+        query = ()
+        for number in tl.static_range(len(columns)):
+            column = columns[number]
+            mask = in_rows[:, None] & (column < DIM)[None, :]
+            queries = qkv_pointer + at[:, None] + column[None, :]
+            query += (tl.load(queries, mask=mask, other=0.0),)  # type: ignore[assignment]
         position = (start + row)[:, None]
         earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
-        inside, scale_place = head * HEAD + dim, head * HEAD + DIM
         before = first // SPLIT
         begin = (before + program * mine) * SPLIT
         end = tl.minimum((before + (program + 1) * mine) * SPLIT, last + 1)
         place = ((first_row + row) * HEADS + query_head) * splits
-        out = (first_row + row)[:, None] * (HEADS * DIM) + query_head[:, None] * DIM + dim[None, :]
+        out = out_pointer + (first_row + row) * (HEADS * DIM) + query_head * DIM
         attend_program(
             query, earliest, position, first, begin, end, program, mine, place, place - before,
-            in_rows, out_pointer + out, in_group, sinks_pointer + query_head, kv_pointer, table,
-            value_offset, page_stride, inside, in_dim, scale_place, sums_pointer, weights_pointer,
-            dim, scale, bend, BLOCK_G, BLOCK_D, DIM, TILE, SPLIT, PAGE_SIZE, KV_HEADS * HEAD,
-            CODED, ALONE, CAPPED, SINKS,
+            in_rows, out, sinks_pointer + query_head, kv_pointer + head * HEAD, table,
+            load_pages(table, begin, first, end, TILE, PAGE_SIZE), value_offset,
+            page_stride, sums_pointer, weights_pointer, columns, scale, bend, BLOCK_G, BLOCK_D,
+            REST, DIM, TILE, SPLIT, PAGE_SIZE, KV_HEADS * HEAD, CODED, ALONE, CAPPED, SINKS,
         )  # fmt: skip

@@ -263,33 +263,49 @@ def _digest_pages(
 
 
 @triton.jit
-def load_tile(
-    kv_pointer, table, value_offset, page_stride, block, first, end, inside, in_dim, scale_place,
-    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, CODED: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Keys [BLOCK_D, TILE], values [TILE, BLOCK_D] and the tokens [TILE] from `block` on.
+def load_pages(table, block, first, end, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The pages [TILE] of the tokens from `block` on that lie between `first` and `end`.
 
-    Tokens before `first` are not read: their pages may have been given back. Codes, with their
-    scale at `scale_place` of a token, are decoded.
+    A loop that loads them for its next tile has the tiles themselves loaded further ahead: the
+    compiler counts a load that waits for another one twice.
     """
     token = block + tl.arange(0, TILE)
     there = (token >= first) & (token < end)
-    pages = tl.load(table + token // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-    spots = pages * page_stride + (token % PAGE_SIZE) * ROW
-    keys = tl.load(
-        kv_pointer + spots[None, :] + inside[:, None],
-        mask=there[None, :] & in_dim[:, None],
-        other=0.0,
-    )
-    values = tl.load(
-        kv_pointer + value_offset + spots[:, None] + inside[None, :],
-        mask=there[:, None] & in_dim[None, :],
-        other=0.0,
-    )
-    if CODED:
-        at = kv_pointer + spots + scale_place
-        keys = decode(keys, tl.load(scales_at(at), mask=there, other=0.0)[None, :], DTYPE)
-        scales = tl.load(scales_at(at + value_offset), mask=there, other=0.0)
-        values = decode(values, scales[:, None], DTYPE)
+    return tl.load(table + token // PAGE_SIZE, mask=there, other=0)
+
+
+@triton.jit
+def load_tile(
+    kv_pointer, pages, value_offset, page_stride, block, first, end, columns, DIM: tl.constexpr,
+    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, CODED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Keys [columns, TILE] and values [TILE, columns], of each block of columns of a head, and the
+    tokens [TILE] from `block` on, which lie in `pages` [TILE].
+
+    kv_pointer: of the head in page 0. Tokens before `first` are not read: their pages may have been
+    given back. Codes, with their scale behind DIM of them, are decoded.
+    """
+    token = block + tl.arange(0, TILE)
+    there = (token >= first) & (token < end)
+    spots = kv_pointer + (pages.to(tl.int64) * page_stride + (token % PAGE_SIZE) * ROW)
+    keys, values = (), ()
+    for number in tl.static_range(len(columns)):
+        column = columns[number]
+        in_dim = column < DIM
+        key = tl.load(
+            spots[None, :] + column[:, None], mask=there[None, :] & in_dim[:, None], other=0.0
+        )
+        value = tl.load(
+            spots[:, None] + value_offset + column[None, :],
+            mask=there[:, None] & in_dim[None, :],
+            other=0.0,
+        )
+        if CODED:
+            at = scales_at(spots + DIM)
+            key = decode(key, tl.load(at, mask=there, other=0.0)[None, :], DTYPE)
+            at = scales_at(spots + value_offset + DIM)
+            value = decode(value, tl.load(at, mask=there, other=0.0)[:, None], DTYPE)
+        keys += (key,)  # type: ignore[assignment]
+        values += (value,)  # type: ignore[assignment]
     return keys, values, token

@@ -25,10 +25,10 @@ MERGED_TOGETHER = 16
 """Splits whose results are loaded before the first of them is merged."""
 
 
-def programs_for(batch: int, kv_heads: int) -> int:
+def programs_for(batch: int, kv_heads: int, wanted: int = WANTED_PROGRAMS) -> int:
     """Programs that share one sequence's context: enough to fill the chip, no more."""
-    wanted = triton.cdiv(WANTED_PROGRAMS, batch * kv_heads)
-    return min(triton.next_power_of_2(wanted), MOST_PROGRAMS)
+    each = triton.cdiv(wanted, batch * kv_heads)
+    return min(triton.next_power_of_2(each), MOST_PROGRAMS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,25 @@ class Pool:
         return torch.full((rows, width), math.nan, dtype=self.dtype, device=self.device)
 
 
+@pytest.mark.parametrize(
+    ("dim", "columns"),
+    [
+        (8, (16, 0)),
+        (24, (32, 0)),
+        (64, (64, 0)),
+        (80, (128, 16)),
+        (96, (128, 32)),
+        (112, (128, 0)),
+        (128, (128, 0)),
+        (192, (256, 64)),
+    ],
+)
+def test_a_head_has_a_second_block_where_two_powers_of_two_hold_it(
+    dim: int, columns: tuple[int, int]
+) -> None:
+    assert fixed_order.columns_of(dim) == columns
+
+
 @pytest.mark.parametrize("page_size", [16, 5])
 @pytest.mark.parametrize(
     "heads",
