@@ -13,7 +13,7 @@ default) and random bfloat16 weights; prompts are random tokens.
 - nothing: the same with guesses by n-grams where nothing repeats: tokens are drawn from nearly even
   logits;
 - draft: with a draft model of another shape (Llama 3.2 1B's by default), whose guesses are made
-  right 80% of the time; then as they are, which is wrong. Each run begins with nothing known.
+  right 80% of the time; then as they are, which is wrong.
 
 Answers with guesses must be those without, or the run fails.
 """
@@ -38,6 +38,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.draft_follower import Follower
 from baton.decode_worker.drafts import Drafts, Offer
 from baton.decode_worker.speculation import Speculation, most_guesses
+from baton.decode_worker.step_cost import StepCost
 from baton.engine.draft_model import load_draft
 from baton.engine.engine import Engine
 from baton.engine.gpu.batch import step_arrays, upload
@@ -83,7 +84,7 @@ class KnownDrafts(Drafts):
         self._answers = answers
         self._draw = random.Random(0)
 
-    def _take(self, follower: Follower, drawn: Drawn) -> bool:
+    def _add(self, follower: Follower, drawn: Drawn) -> bool:
         sequence, (_, logprobs) = follower.sequence, token_and_logprobs(drawn)
         assert logprobs
         token = self._answers[int(sequence.work.key.request_id)][sequence.generated]
@@ -233,22 +234,24 @@ def nothing(engine: Engine) -> None:
         compare(f"{batch} streams", *best_in_turn(engine, work, speculation))
 
 
-def drafting(make: Callable[[], Drafts]) -> Speculation:
-    return Speculation(make(), runs_ahead=True)
+def drafting(drafts: Drafts) -> Callable[[], Speculation]:
+    """Costs and shares of right guesses are kept from run to run, as on a worker; not answers."""
+    return partial(Speculation, drafts, StepCost(runs_ahead=True), runs_ahead=True)
 
 
 def draft(engine: Engine) -> None:
     assert engine.draft
-    wrong = partial(Drafts, engine.draft, engine.architecture.vocabulary_size, CHUNK_TOKENS)
+    vocabulary = engine.architecture.vocabulary_size
     print(f"with a draft model, which is right {RIGHT:.0%} of the time\n{HEAD}")
     for batch in (1, 8, 32):
         work = Workload(prompts_of(engine, batch), ANSWER)
-        known = partial(KnownDrafts, engine.draft, run(engine, work, None).answers)
-        compare(f"{batch} streams", *best_in_turn(engine, work, partial(drafting, known)))
+        known = KnownDrafts(engine.draft, run(engine, work, None).answers)
+        compare(f"{batch} streams", *best_in_turn(engine, work, drafting(known)))
     print(f"with a draft model, which is wrong\n{HEAD}")
     for batch in (1, 8, 32):
         work = Workload(prompts_of(engine, batch), ANSWER)
-        compare(f"{batch} streams", *best_in_turn(engine, work, partial(drafting, wrong)))
+        wrong = Drafts(engine.draft, vocabulary, CHUNK_TOKENS)
+        compare(f"{batch} streams", *best_in_turn(engine, work, drafting(wrong)))
 
 
 def load_draft_of(config: Path, main: Engine) -> Engine:

@@ -42,8 +42,9 @@ class Follower:
 
     @property
     def chance(self) -> float:
-        """That another guess and all before it are right."""
-        return (self.chances[-1] if self.chances else 1.0) * self.acceptance.share(ANY)
+        """That another guess and all before it, known or in flight, are right."""
+        before = self.chances[-1] if self.chances else 1.0
+        return before * self.acceptance.share(ANY) ** (1 + self.sequence.expected)
 
     def follow(self, tokens: list[int]) -> int:
         """Takes over the request's tokens. Returns how many guesses were right."""

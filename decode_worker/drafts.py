@@ -37,7 +37,7 @@ from baton.engine.draft_model import MOST_BEHIND
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import Drawn, Outcome, Plan, token_and_logprobs
+from baton.engine.step import Drawn, InFlightStep, Outcome, Plan, token_and_logprobs
 from baton.worker.step_pipeline import launch
 from baton.worker.step_record import StepRecord
 
@@ -53,7 +53,7 @@ MOST_SAVED = 0.5
 """The share of an answer's time that guesses may save: a prompt that takes longer is not read."""
 
 TRIAL_SHARE = 0.02
-MOST_CREDIT, MOST_DEBT = 2.0, 10.0
+FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.05, 2.0, 10.0
 """The share of time, and the seconds, that what does not pay may take."""
 
 
@@ -70,6 +70,15 @@ class Offer(NamedTuple):
 
     guesses: list[int]
     chances: list[float]
+
+
+class Round(NamedTuple):
+    """A step of the draft in flight."""
+
+    plan: Plan
+    followers: dict[Sequence, Follower]  # by request
+    step: InFlightStep
+    began: float
 
 
 class Drafts:
@@ -92,10 +101,11 @@ class Drafts:
         self._cost = cost or OnlineFit(assumed, MEMORY)
         self._seen = Acceptance([*(share for _, share in KINDS), ANY_SHARE])
         self._followers: dict[Sequence, Follower] = {}
-        self._account = 0.0
+        self._account = FIRST_CREDIT
         self._wait = 0.0  # seconds of a wait that is still to be paid
+        self._settled_at = 0.0  # when its last step had ended
         self._token_seconds = 0.0  # what a right guess saves
-        self.seconds = 0.0  # that its steps took
+        self.seconds = 0.0  # that it took
         self.compared = self.right = 0  # guesses, run by the main model or not
 
     def earn(self, seconds: float) -> None:
@@ -167,6 +177,7 @@ class Drafts:
     def offer(self, wanted: dict[Sequence, int], pace: Pace, most: int) -> dict[Sequence, Offer]:
         """Guesses for requests that decode: of each at most as many as it wants, and `most` in
         all."""
+        began = time.monotonic()
         self._token_seconds = pace.seconds / max(pace.tokens, 1.0)
         for request in wanted:
             if (follower := self._followers.get(request)) and not follower.failed:
@@ -179,6 +190,7 @@ class Drafts:
                 follower.most, ready[request] = depth, follower
         self._guess(ready, pace, most)
         self._pay_wait()
+        self.seconds += time.monotonic() - began
         return {
             request: Offer(each.guesses, each.chances)
             for request, each in ready.items()
@@ -194,12 +206,13 @@ class Drafts:
 
     def _read(self, requests: list[Sequence], pace: Pace) -> None:
         """Computes a chunk of tokens that the draft has not seen, of the oldest requests first."""
-        budget, plan, readers = self._chunk_tokens, Plan(), {}
-        pays = self._pays(len(requests), pace)
+        began, budget, plan, readers = time.monotonic(), self._chunk_tokens, Plan(), {}
+        owed, pays = 0.0, self._pays(len(requests), pace)
         for request in requests:
             follower = self._followers.get(request)
-            if not follower and (pays or not self._followers):
+            if not follower and (pays or not self._followers) and owed <= self._account:
                 follower = self._begin(request)
+                owed += self._cost.coefficients[2] * (follower.behind if follower else 0)
             if not follower or follower.failed or budget <= 0:
                 continue
             if follower.behind <= MOST_BEHIND:
@@ -209,9 +222,10 @@ class Drafts:
             if not count:
                 self.drop(request)
                 continue
-            plan[sequence], readers[sequence] = count, follower
+            plan[sequence], readers[request] = count, follower
             budget -= count
-        self._run(plan, readers)
+        if reading := self._launch(plan, readers, began):
+            self._settle(reading)
 
     def _pays(self, requests: int, pace: Pace) -> bool:
         """Whether a round of so many requests would. Otherwise one is tried at a time."""
@@ -246,20 +260,39 @@ class Drafts:
         return follower
 
     def _guess(self, ready: dict[Sequence, Follower], pace: Pace, most: int) -> None:
-        """Rounds, as long as they pay; else at most one, if the account has seconds for it."""
-        going = dict(ready)
-        while going := {request: each for request, each in going.items() if self._fits(each)}:
-            chances = {request: follower.chance for request, follower in going.items()}
-            chosen, pace = self.worth(chances, pace)
-            untried = not any(each.kinds for each in ready.values())
-            if not chosen and untried and self._account > 0.0:
-                chosen = [max(chances, key=chances.__getitem__)]
-            going = {request: going[request] for request in chosen[:most]}
-            most -= len(going)
-            if not going:
+        """Rounds, as long as they pay; else at most one, if the account has seconds for it. Where
+        steps run ahead, so do rounds, by one."""
+        going, flying = ready, None
+        while True:
+            chosen, pace = self._choose(going, ready, pace)
+            launched = self._launch_round({each: going[each] for each in chosen[:most]})
+            going = dict(launched.followers) if launched else {}
+            if flying:
+                alive = self._settle(flying)
+                going = {request: going[request] for request in going if request in alive}
+            if not launched:
                 return
-            self._pay(-pace.row * len(going))
-            going = self._round(going)
+            most -= len(launched.plan)
+            self._pay(-pace.row * len(launched.plan))
+            flying = launched._replace(followers=going)
+            if not self._runs_ahead(going):
+                going, flying = self._settle(flying), None
+
+    def _choose(
+        self, going: dict[Sequence, Follower], ready: dict[Sequence, Follower], pace: Pace
+    ) -> tuple[list[Sequence], Pace]:
+        """The requests of the next round, and the pace with it."""
+        chances = {request: each.chance for request, each in going.items() if self._fits(each)}
+        chosen, pace = self.worth(chances, pace)
+        tried = any(each.kinds or each.sequence.expected for each in ready.values())
+        if chances and not chosen and not tried and self._account > 0.0:
+            chosen = [max(chances, key=chances.__getitem__)]
+        return chosen, pace
+
+    def _runs_ahead(self, going: dict[Sequence, Follower]) -> bool:
+        """Whether a round may be launched before the guesses of the last are known."""
+        known = any(each.sequence.sampled_by_tokens for each in going.values())
+        return self._engine.runs_ahead and not known
 
     def worth(self, chances: dict[Sequence, float], pace: Pace) -> tuple[list[Sequence], Pace]:
         """The requests, the likeliest first, of which another guess pays; and the pace with
@@ -277,12 +310,13 @@ class Drafts:
 
     def _fits(self, follower: Follower) -> bool:
         """Whether it wants another guess, and the draft can compute it."""
-        short = len(follower.kinds) < follower.most
-        return short and len(follower.sequence.tokens) < self._engine.context_length
+        sequence = follower.sequence
+        short = len(follower.kinds) + sequence.expected < follower.most
+        return short and len(sequence.tokens) + sequence.expected < self._engine.context_length
 
-    def _round(self, going: dict[Sequence, Follower]) -> dict[Sequence, Follower]:
-        """Adds a guess to each. Returns those behind which another may come."""
-        plan, runners = Plan(), {}
+    def _launch_round(self, going: dict[Sequence, Follower]) -> Round | None:
+        """Adds a guess to each."""
+        began, plan, followers = time.monotonic(), Plan(), {}
         for request, follower in going.items():
             sequence = follower.sequence
             if not self._look_ahead(follower):
@@ -290,16 +324,17 @@ class Drafts:
             if sequence.cover(sequence.uncomputed, self._pool) < sequence.uncomputed:
                 self.drop(request)
                 continue
-            plan[sequence], runners[sequence] = sequence.uncomputed, follower
-        drawn = self._run(plan, runners)
-        return {
-            request: follower
-            for request, follower in going.items()
-            if follower.sequence in drawn and self._take(follower, drawn[follower.sequence])
-        }
+            plan[sequence], followers[request] = sequence.uncomputed, follower
+        return self._launch(plan, followers, began)
 
-    def _take(self, follower: Follower, drawn: Drawn) -> bool:
-        """False from a stop token on, or from one that the main model does not have."""
+    def _take(self, follower: Follower, outcome: Outcome) -> bool:
+        """Whether it was guessed: nothing is from a stop token on, or from one that the main model
+        does not have."""
+        if isinstance(outcome, BatonError):
+            self._fail(follower)
+        return isinstance(outcome, Drawn) and self._add(follower, outcome)
+
+    def _add(self, follower: Follower, drawn: Drawn) -> bool:
         token, logprobs = token_and_logprobs(drawn)
         work = follower.sequence.work
         if token in work.stop_token_ids or token >= self._vocabulary or logprobs is None:
@@ -313,27 +348,31 @@ class Drafts:
         sequence.assumed = len(guesses)
         return not (sequence.guide and guesses) or sequence.guide.look_ahead(guesses) == guesses
 
-    def _run(self, plan: Plan, followers: dict[Sequence, Follower]) -> dict[Sequence, Drawn]:
-        """What was drawn. A request that the draft fails at goes on without it."""
+    def _launch(
+        self, plan: Plan, followers: dict[Sequence, Follower], began: float
+    ) -> Round | None:
         if not plan:
-            return {}
-        single = sum(count == 1 for count in plan.values())
-        features = (1, single, sum(plan.values()) - single)
+            return None
         self._record.begin(list(plan))
-        began = time.monotonic()
-        outcomes: list[Outcome] = launch(self._engine, plan).wait()
-        seconds = time.monotonic() - began
+        return Round(plan, followers, launch(self._engine, plan), began)
+
+    def _settle(self, round: Round) -> dict[Sequence, Follower]:
+        """Returns the requests behind whose guess another may come. One that the draft fails at
+        goes on without it."""
+        outcomes = dict(zip(round.plan, round.step.wait(), strict=True))
         self._record.end()
-        self.seconds += seconds
-        self._cost.note(features, seconds)
+        began, self._settled_at = max(round.began, self._settled_at), time.monotonic()
+        single = sum(count == 1 for count in round.plan.values())
+        features = (1, single, sum(round.plan.values()) - single)
+        self._cost.note(features, self._settled_at - began)
         self._pay(-self._cost.predict(features))
-        drawn = {}
-        for sequence, outcome in zip(plan, outcomes, strict=True):
-            if isinstance(outcome, BatonError):
-                self._fail(followers[sequence])
-            elif isinstance(outcome, Drawn):
-                drawn[sequence] = outcome
-        return drawn
+        return {
+            request: follower
+            for request, follower in round.followers.items()
+            if self._followers.get(request) is follower
+            and not follower.failed
+            and self._take(follower, outcomes[follower.sequence])
+        }
 
     def _fail(self, follower: Follower) -> None:
         follower.failed = True

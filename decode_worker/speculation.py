@@ -60,7 +60,7 @@ class Speculation:
         self._cost = cost or StepCost(runs_ahead=runs_ahead)
         self._acceptance = new_acceptance()
         self._past = PastAnswers()
-        self._drafted = 0.0  # seconds that the draft had taken by the step before
+        self._drafted = drafts.seconds if drafts else 0.0  # that it took before the last step
         self._steps_with_guesses = 0  # since one without
         self._steps_without = 0  # guesses
         self._period = FIRST_PERIOD

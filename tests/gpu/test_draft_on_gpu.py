@@ -156,9 +156,12 @@ async def test_a_cluster_answers_as_transformers_while_roles_are_switched(tmp_pa
         "drain_seconds": 10.0,
         "speculation": "draft",
         "draft_model": str(draft),
+        "ranks_share_gpus": True,
     }
-    workspace = tmp_path / "cluster"
-    with ProcessCluster(tmp_path / "model", workspace, prefill=2, decode=1, tree=tree) as cluster:
+    split = {"decode-0": {"decode": {"kv_memory": "16MiB", "tensor_parallel": 2}}}
+    with ProcessCluster(
+        tmp_path / "model", tmp_path / "cluster", prefill=2, tree=tree, per_worker=split
+    ) as cluster:
         async with AsyncClient(cluster.address) as client:
             for role in ("decode", "prefill", "decode"):
                 loads = [client.generate(each, max_tokens=40, timeout=60) for each in prompts * 3]

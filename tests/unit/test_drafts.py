@@ -236,12 +236,13 @@ def test_a_device_waits_for_a_draft_where_that_pays_or_is_paid_for(tmp_path: Pat
     drafts = Drafts(engine, VOCABULARY, 64, cost=draft_cost())
     request = Sequence(works([WARM])[0], engine.pool.lease([]), expected=1)
     wanted, pace = {request: 5}, Pace(1, 0.01, 1e-5)
+    drafts.earn(-10.0)
     assert not drafts.waits(wanted, pace, 1e-3), "nothing is on the account"
-    drafts.earn(1.0)
+    drafts.earn(20.0)
     assert drafts.waits(wanted, pace, 1e-3), "to begin with a request"
     assert not drafts.waits({request: 0}, pace, 1e-3)
     assert drafts.offer(wanted, pace, 8)
-    drafts.earn(-10.0)
+    drafts.earn(-20.0)
     assert drafts.waits(wanted, pace, 1e-3), "guesses bring more"
     assert not drafts.waits(wanted, pace, 1.0)
     drafts.drop(request)
