@@ -26,6 +26,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.answers_pings = True
         self.reports = True
         self.draining = False
+        self.fault = ""  # that it reports
         self.closes = False  # ends its stream in good order, at the next message
         self.attached = 0  # streams so far
         self.incarnation = secrets.randbits(60)
@@ -81,7 +82,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def _report(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while True:
             if self.reports:
-                await self._write(context, pb.WorkerMessage(load=pb.Load(free_pages=9)))
+                load = pb.Load(free_pages=9, fault=self.fault)
+                await self._write(context, pb.WorkerMessage(load=load))
             await asyncio.sleep(0.02)
 
     async def _write(

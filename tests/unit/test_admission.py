@@ -92,6 +92,23 @@ async def test_a_queued_request_fails_when_no_worker_comes_back(
         await asyncio.wait_for(waiting, 10.0)
 
 
+async def test_a_worker_that_reports_a_fault_gets_nothing_until_it_reports_none(
+    membership: Membership,
+) -> None:
+    worker = ScriptedWorker()
+    config = replace(CONFIG, placement_timeout=30.0)
+    admission, first = await with_busy_worker(membership, await worker.start(), config)
+    first.responder.assigned.count_unanswered(-1)
+    worker.fault = "7 of 12 pages are in quarantine"
+    await membership.wait_until(lambda: not first.responder.usable)
+    waiting = asyncio.create_task(assigned(admission))
+    await asyncio.sleep(0)
+    assert admission.queued == 1
+    worker.fault = ""
+    assert (await waiting).placement.decode == "decode-0"
+    await worker.stop()
+
+
 async def test_a_full_queue_refuses_a_waiting_request_for_an_earlier_one(
     membership: Membership,
 ) -> None:
