@@ -40,7 +40,7 @@ pytestmark = pytest.mark.faults
 
 CHUNK = 64
 ANSWER = 16
-# Six times what a row takes on two cores: others may use them too.
+# Much longer than a row takes on two cores: others may use them too.
 DEADLINE_SECONDS = 120.0
 # Longer than it takes to call a worker frozen.
 ROUTER_FREEZE_SECONDS = 4.0
