@@ -161,7 +161,7 @@ def _check_quantized_ranks(config: Config) -> None:
 def _check_adapters(config: Config, architecture: AnyArchitecture) -> None:
     if not config.allowed_adapters:
         return
-    check_adapters_of(architecture, config.device)
+    check_adapters_of(architecture)
     for place in config.adapters.values():
         read_adapter_config(locate_adapter(place))
 

@@ -209,7 +209,7 @@ class Engine:
     ) -> AnyAdapterPool:
         """Serves adapters from now on, as AdapterPool says; raises InvalidConfig where it cannot
         yet. On a GPU, its settings must have room for so many."""
-        check_adapters_of(self.architecture, self.kv.device.type)
+        check_adapters_of(self.architecture)
         if self.gpu_adapters:
             self.adapters = AdapterPool(self.gpu_adapters, slots, allowed, wake, fetch)
         else:
@@ -342,7 +342,6 @@ def _room_for_adapters(
     """Allocated before pages, which get what is left."""
     if not gpu.adapters or device == "cpu" or not isinstance(model, Model):
         return None
-    check_adapters_of(model.architecture, device)
     from baton.engine.gpu.adapter_slots import AdapterSlots  # imports triton
 
     return AdapterSlots(model, gpu.adapters, group)

@@ -118,16 +118,12 @@ def _obstacle(
     return "experts are not quantized on GPUs yet" if model.routing else None
 
 
-def check_adapters_of(model: AnyArchitecture, device: str) -> None:
-    """Raises InvalidConfig when the model's adapters cannot be served on such a device, or
-    `auto`."""
-    reason = ""
+def check_adapters_of(model: AnyArchitecture) -> None:
+    """Raises InvalidConfig when the model's adapters cannot be served."""
     if not isinstance(model, Architecture):
-        reason = "a model that runs through transformers"
-    elif model.latent and device.startswith("cuda"):
-        reason = "a model with latent attention on a GPU"
-    if reason:
-        raise InvalidConfig(f"{reason} has no adapters yet", field="adapters")
+        raise InvalidConfig(
+            "a model that runs through transformers has no adapters yet", field="adapters"
+        )
 
 
 def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.batch import Ints, upload, upload_into
+from baton.kernels.gpu.latent_low_rank import LatentAdapters
 from baton.kernels.gpu.low_rank import TILE_ROWS, AdapterStack, Shrunk, SlotRows, shrink
 from baton.kernels.linear import AnyLinear
 
@@ -28,6 +29,11 @@ class StepAdapters(NamedTuple):
         """What adapters make of a layer's inputs x [T, K]; None where none can."""
         stack = self.stacks.get(layer)
         return shrink(x, stack, self.rows) if stack else None
+
+    def between(self, layer: AnyLinear) -> LatentAdapters | None:
+        """Of a layer between latents and heads; None where none can add to it."""
+        stack = self.stacks.get(layer)
+        return LatentAdapters(stack, self.rows, self.sampled) if stack else None
 
 
 class AdapterInputs:

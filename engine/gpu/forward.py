@@ -11,6 +11,7 @@ form for any number of rows (kernels/gpu/experts.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from baton.kernels.gpu.prefetch import SHORT_BYTES
 from baton.kernels.gpu.rotary import Projected, norm_projections
 from baton.kernels.gpu.routing import route
 from baton.kernels.gpu.tilings import MOST_ROWS, Weight, most_rows
+from baton.kernels.latent import LatentHeads
 from baton.kernels.linear import AnyLinear, GatedLinear, Linear, RMSNorm
 from baton.kernels.packed import PackedWeight
 
@@ -159,8 +161,8 @@ class Forward:
             )
         else:
             projected = Projected(self._adapted(linear, source.x, adapters), source, linear.bias)
-        if layer.latent and layer.latent.query and layer.latent.query_norm:
-            return self._with_queries(projected, layer.latent.query, layer.latent.query_norm)
+        if layer.latent:
+            return self._for_latents(projected, layer.latent, adapters)
         if layer.summed_norms:
             shared = layer.summed_norms
             norms, group = (shared.query.weight, shared.key.weight), shared.group
@@ -170,10 +172,16 @@ class Forward:
             return norm_projections(projected, *norms, self._epsilon)
         return projected
 
-    def _with_queries(self, projected: Projected, query: Linear, norm: RMSNorm) -> Projected:
-        normed = norm_queries(projected, norm.weight, norm.epsilon)
-        queries = self._product(query.weight, normed)
-        return Projected(projected.qkv, projected.source, queries=queries)
+    def _for_latents(
+        self, projected: Projected, latent: LatentHeads, adapters: StepAdapters | None
+    ) -> Projected:
+        """With queries that are made of a lower rank, and adapters of what is absorbed."""
+        queries, norm = None, latent.query_norm
+        if latent.query and norm:
+            normed = norm_queries(projected, norm.weight, norm.epsilon)
+            queries = self._adapted(latent.query, normed, adapters)
+        between = adapters and adapters.between(latent.both)
+        return replace(projected, queries=queries, adapters=between)
 
     def _feed_forward(
         self,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
-from baton.engine.gpu.batch import StepArrays
+from baton.engine.gpu.batch import Ints, StepArrays
 from baton.engine.gpu.forward import Attend
 from baton.engine.gpu.paged_attention import cos_sin
 from baton.engine.gpu.prompt_attention import LongChunk
@@ -20,6 +20,7 @@ from baton.kernels.gpu.latent_attention import (
     decode_latents,
     filling_heads,
 )
+from baton.kernels.gpu.latent_low_rank import LatentAdapters
 from baton.kernels.gpu.latent_projection import (
     LatentSizes,
     Stores,
@@ -71,7 +72,7 @@ class LatentAttention:
             query = self._queries(layer, projected, positions, (slots, self._table))
             out = self._room(query)
             self._decode(layer, query, slots, positions, out)
-            return self._values(layer, out)
+            return self._values(layer, out, projected.adapters)
 
         return attend
 
@@ -88,7 +89,7 @@ class LatentAttention:
             query = self._queries(layer, projected, positions, stores)
             out = self._room(query)
             chunk_latents(query, blocks, self._table, self._layers[layer], self._sizes, out)
-            return self._values(layer, out)
+            return self._values(layer, out, projected.adapters)
 
         return attend
 
@@ -108,29 +109,44 @@ class LatentAttention:
         decoding = slice(0, arrays.decoding)
 
         def attend(layer: int, projected: Projected) -> Tensor:
+            adapters = projected.adapters
             plain, query = self._begin(layer, projected, positions, stores)
             if layer == len(self._layers) - 1:
+                adapters = adapters and adapters.of_samples()
                 plain, query = plain[samples], query[samples]
-                self._absorb(layer, plain, query)
-                return self._sampled(layer, query, slots[samples], positions[samples])
+                self._absorb(layer, plain, query, adapters)
+                out = self._sampled(layer, query, slots[samples], positions[samples])
+                return self._values(layer, out, adapters)
             if arrays.long and arrays.long[0].count == arrays.count:
-                return self._expanded(layer, arrays.long[0], plain, query)
-            self._absorb(layer, plain, query)
+                slot = _adapter_of(arrays.long[0], arrays.adapters)
+                return self._expanded(layer, arrays.long[0], plain, query, adapters, slot)
+            self._absorb(layer, plain, query, adapters)
             out = self._room(query)
             self._decode(layer, query[decoding], slots[decoding], positions[decoding], out)
             if len(blocks):
                 chunk_latents(query, blocks, self._table, self._layers[layer], self._sizes, out)
-            values = self._values(layer, out)
+            values = self._values(layer, out, adapters)
             for chunk in arrays.long:
                 rows = slice(chunk.first, chunk.first + chunk.count)
-                values[rows] = self._expanded(layer, chunk, plain[rows], query[rows])
+                slot = _adapter_of(chunk, arrays.adapters)
+                values[rows] = self._expanded(
+                    layer, chunk, plain[rows], query[rows], adapters, slot
+                )
             return values
 
         return attend
 
-    def _expanded(self, layer: int, chunk: LongChunk, plain: Tensor, query: Tensor) -> Tensor:
+    def _expanded(
+        self,
+        layer: int,
+        chunk: LongChunk,
+        plain: Tensor,
+        query: Tensor,
+        adapters: LatentAdapters | None,
+        slot: int,
+    ) -> Tensor:
         """A chunk's plain queries [count, heads, plain], and its rotated ones in `query`
-        -> [count, heads * value]."""
+        -> [count, heads * value]. With its adapter's `slot`, or -1."""
         sizes, latent = self._sizes, _latent(self._weights[layer])
         tokens = chunk.start + chunk.count
         latents = query.new_empty(tokens, 1, sizes.latent)
@@ -139,25 +155,27 @@ class LatentAttention:
         shared = latents[:, : sizes.rank].expand(sizes.heads, -1, -1)
         keys = torch.bmm(shared, latent.absorb.weight)
         values = torch.bmm(shared, latent.expand.weight.transpose(1, 2))
+        if adapters and slot >= 0:
+            adapters.expand_chunk(slot, shared[0], keys, values)
         out = query.new_empty(chunk.count, sizes.heads, sizes.value)
         turned, turned_keys = query[..., sizes.rank :], latents[:, sizes.rank :]
         expanded_attention(plain, turned, keys, turned_keys, values, chunk.start, sizes, out)
         return out.flatten(1)
 
     def _sampled(self, layer: int, query: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Rows that each end their sequence, attended as if they decoded."""
+        """Rows that each end their sequence, attended as if they decoded: [n, heads, rank]."""
         out = self._room(query)
         for start in range(0, len(out), self._max_batch):
             rows = slice(start, start + self._max_batch)
             self._decode(layer, query[rows], slots[rows], positions[rows], out[rows])
-        return self._values(layer, out)
+        return out
 
     def _queries(
         self, layer: int, projected: Projected, positions: Tensor, stores: Stores
     ) -> Tensor:
         """[T, heads, rank + rotated]; the tokens' latents are stored."""
         weights, kv_layer = self._weights[layer], self._layers[layer]
-        return absorb_and_store(
+        plain, query = absorb_and_store(
             projected,
             self._cos_sin,
             positions,
@@ -167,6 +185,9 @@ class LatentAttention:
             _key_norm(weights),
             _latent(weights).absorb.weight,
         )
+        if projected.adapters:
+            projected.adapters.absorb(plain, query)
+        return query
 
     def _begin(
         self, layer: int, projected: Projected, positions: Tensor, stores: Tensor
@@ -181,8 +202,12 @@ class LatentAttention:
         )
         return plain, query
 
-    def _absorb(self, layer: int, plain: Tensor, query: Tensor) -> None:
+    def _absorb(
+        self, layer: int, plain: Tensor, query: Tensor, adapters: LatentAdapters | None
+    ) -> None:
         head_products(plain, _latent(self._weights[layer]).absorb.weight, query)
+        if adapters:
+            adapters.absorb(plain, query)
 
     def _decode(
         self, layer: int, query: Tensor, slots: Tensor, positions: Tensor, out: Tensor
@@ -193,13 +218,21 @@ class LatentAttention:
                 query, slots, positions, self._table, kv_layer, sizes, self._workspace, out
             )
 
-    def _values(self, layer: int, attended: Tensor) -> Tensor:
+    def _values(self, layer: int, attended: Tensor, adapters: LatentAdapters | None) -> Tensor:
         """attended [T, heads, rank] -> [T, heads * value]."""
         out = attended.new_empty(len(attended), self._sizes.heads, self._sizes.value)
-        return head_products(attended, _latent(self._weights[layer]).expand.weight, out).flatten(1)
+        head_products(attended, _latent(self._weights[layer]).expand.weight, out)
+        if adapters:
+            adapters.expand(attended, out)
+        return out.flatten(1)
 
     def _room(self, query: Tensor) -> Tensor:
         return query.new_empty(len(query), self._sizes.heads, self._sizes.rank)
+
+
+def _adapter_of(chunk: LongChunk, slots: Ints | None) -> int:
+    """Its slot; -1 without one."""
+    return -1 if slots is None else int(slots[chunk.first])
 
 
 def _key_norm(layer: Layer) -> Tensor:

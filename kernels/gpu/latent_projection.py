@@ -124,9 +124,10 @@ def absorb_and_store(
     sizes: LatentSizes,
     key_norm: Tensor,
     weight: Tensor,
-) -> Tensor:
-    """Queries [T, heads, rank + rotated] that have absorbed a weight [heads, rank, plain]. Latents
-    are stored in kv_layer [page, 1, token, 1, rank + rotated]. Few rows take one kernel.
+) -> tuple[Tensor, Tensor]:
+    """Queries [T, heads, plain], and [T, heads, rank + rotated] that have absorbed a weight [heads,
+    rank, plain]. Latents are stored in kv_layer [page, 1, token, 1, rank + rotated]. Few rows take
+    one kernel.
 
     stores [T] are page * page_size + offset, or negative: nothing is stored; or they are found in
     a page table by its rows [T] and the positions, of which negative ones are skipped. cos_sin
@@ -138,7 +139,7 @@ def absorb_and_store(
         projected, cos_sin, positions, stores, kv_layer, sizes, key_norm, query,
         weight if at_once else None,
     )  # fmt: skip
-    return query if at_once else head_products(plain, weight, query)
+    return plain, query if at_once else head_products(plain, weight, query)
 
 
 def rotate_and_store_latents(

@@ -175,7 +175,7 @@ def _shrink(
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     split, part = tl.program_id(0), tl.program_id(1)
-    slot, row, inside = _tile(order_pointer, tiles_pointer, tl.program_id(2), BLOCK_M)
+    slot, row, inside = rows_of_tile(order_pointer, tiles_pointer, tl.program_id(2), BLOCK_M)
     if slot < 0:
         return
     rank, lane = tl.arange(0, RANK), tl.arange(0, BLOCK_K)
@@ -197,7 +197,7 @@ def _shrink(
 
 
 @triton.jit
-def _tile(order_pointer, tiles_pointer, tile, BLOCK_M: tl.constexpr):
+def rows_of_tile(order_pointer, tiles_pointer, tile, BLOCK_M: tl.constexpr):
     """A tile's slot, its rows, and which of them there are."""
     slot, start = tl.load(tiles_pointer + 3 * tile), tl.load(tiles_pointer + 3 * tile + 1)
     count = tl.load(tiles_pointer + 3 * tile + 2)
@@ -228,7 +228,7 @@ def _expand_onto(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    slot, row, inside = _tile(order_pointer, tiles_pointer, tl.program_id(0), BLOCK_M)
+    slot, row, inside = rows_of_tile(order_pointer, tiles_pointer, tl.program_id(0), BLOCK_M)
     if slot < 0:
         return
     rank = tl.arange(0, RANK)[None, :]

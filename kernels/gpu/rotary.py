@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.kernels.attention import Scoring
 from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums, squares_of_row
 from baton.kernels.gpu.head_codes import decode, encode, is_coded, scales_at
+from baton.kernels.gpu.latent_low_rank import LatentAdapters
 from baton.kernels.gpu.norm import Scaled
 
 LOG2_E = 1.4426950408889634
@@ -51,6 +52,7 @@ class Projected:
     source: Scaled | None = None
     bias: Tensor | None = None
     queries: Tensor | None = None  # made of what `qkv` has in their place
+    adapters: LatentAdapters | None = None  # of products between latents and heads
 
     def rows(self, chosen: slice | Tensor) -> Projected:
         source = self.source and self.source.rows(chosen)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pools import CUDA
-from random_shapes import SMALL, VOCABULARY
+from random_shapes import SHAPES, SMALL, VOCABULARY
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,33 +31,58 @@ from baton.engine.weights import load_model
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
+Shape = dict[str, Any]
+
 PAGES, PAGE_SIZE, ANSWER = 2048, 16, 6
-WIDTHS = {"q": (576, 576), "k": (192, 576), "v": (192, 576), "o": (576, 576)}
-MLP = {"gate": (1536, 576), "up": (1536, 576), "down": (576, 1536)}
+LATENTS = SHAPES["deepseek-v3"]
+SHORT_LATENTS = LATENTS | {"kv_lora_rank": 128, "first_k_dense_replace": 3}
+"""Which fit on the chip in float32, and without experts: a rounded score can change the choice."""
+
+HEADS, PLAIN, ROTATED, VALUE = 32, 128, 64, 128
 RANKS = (4, 16, 9)
 LENGTHS = (1, 40, 300, 7, 33, 700, 5, 64)
 
 
-def modules() -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of all linear layers."""
+def attention_of(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linear layers of attention."""
+    hidden = shape["hidden_size"]
+    if shape is SMALL:
+        outputs = {"q_proj": 576, "k_proj": 192, "v_proj": 192, "o_proj": 576}
+        return {name: (size, 576) for name, size in outputs.items()}
+    latent = shape.get("kv_lora_rank", 512)
+    return {
+        "q_a_proj": (384, hidden),
+        "q_b_proj": (HEADS * (PLAIN + ROTATED), 384),
+        "kv_a_proj_with_mqa": (latent + ROTATED, hidden),
+        "kv_b_proj": (HEADS * (PLAIN + VALUE), latent),
+        "o_proj": (hidden, HEADS * VALUE),
+    }
+
+
+def modules(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of all linear layers that adapters may add to."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     found = {}
     for layer in range(3):
         prefix = f"model.layers.{layer}."
-        found |= {f"{prefix}self_attn.{name}_proj": size for name, size in WIDTHS.items()}
-        found |= {f"{prefix}mlp.{name}_proj": size for name, size in MLP.items()}
+        found |= {f"{prefix}self_attn.{name}": size for name, size in attention_of(shape).items()}
+        if layer < shape.get("first_k_dense_replace", 3):
+            found |= {f"{prefix}mlp.{name}": size for name, size in mlp.items()}
     return found
 
 
-def write_adapter(folder: Path, rank: int) -> Adapter:
-    folder.mkdir()
+def write_adapter(folder: Path, rank: int, shape: Shape) -> Adapter:
+    folder.mkdir(parents=True)
     torch.manual_seed(rank)
-    tensors = {}
-    for module, (outputs, inputs) in modules().items():
+    tensors, targets = {}, set()
+    for module, (outputs, inputs) in modules(shape).items():
+        targets.add(module.rpartition(".")[2])
         tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs) / 20
         tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank) / 20
     save_file(tensors, folder / WEIGHTS_FILE)
-    targets = [f"{name}_proj" for name in (*WIDTHS, *MLP)]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    config["target_modules"] = sorted(targets)
     (folder / CONFIG_FILE).write_text(json.dumps(config))
     return find_adapter(str(folder))
 
@@ -81,10 +107,12 @@ class Merged(RandomTensors):
         target.copy_(arrange(whole) if arrange else whole)
 
 
-def model_of(folder: Path, dtype: torch.dtype, source: RandomTensors | None = None) -> Model:
-    (folder / "config.json").write_text(json.dumps(SMALL))
-    shape = parse_architecture(folder / "config.json")
-    return load_model(source or RandomTensors("cuda"), shape, dtype, "cuda")
+def model_of(
+    folder: Path, shape: Shape, dtype: torch.dtype, source: RandomTensors | None = None
+) -> Model:
+    (folder / "config.json").write_text(json.dumps(shape))
+    parsed = parse_architecture(folder / "config.json")
+    return load_model(source or RandomTensors("cuda"), parsed, dtype, "cuda")
 
 
 class Server:
@@ -137,9 +165,8 @@ class Server:
         return Sequence(work, lease)
 
 
-@pytest.fixture
-def adapters(tmp_path: Path) -> list[Adapter]:
-    return [write_adapter(tmp_path / str(rank), rank) for rank in RANKS]
+def write_adapters(folder: Path, shape: Shape) -> list[Adapter]:
+    return [write_adapter(folder / str(rank), rank, shape) for rank in RANKS]
 
 
 def of_prompts(adapters: list[Adapter]) -> list[Adapter | None]:
@@ -148,27 +175,31 @@ def of_prompts(adapters: list[Adapter]) -> list[Adapter | None]:
     return [choices[prompt % len(choices)] for prompt in range(len(LENGTHS))]
 
 
-def test_a_mixed_batch_answers_as_merged_weights_do(
-    adapters: list[Adapter], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("shape", [SMALL, SHORT_LATENTS], ids=["small", "latents"])
+def test_a_mixed_batch_answers_as_merged_weights_do(shape: Shape, tmp_path: Path) -> None:
+    adapters = write_adapters(tmp_path, shape)
     every, chosen = list(range(len(LENGTHS))), of_prompts(adapters)
-    found = Server(model_of(tmp_path, torch.float32), adapters).answers(every, chosen, chunk=256)
+    model = model_of(tmp_path, shape, torch.float32)
+    found = Server(model, adapters).answers(every, chosen, chunk=256)
     plain: list[Adapter | None] = [None] * len(LENGTHS)
-    of_base = Server(model_of(tmp_path, torch.float32), []).answers(every, plain)
+    of_base = Server(model, []).answers(every, plain)
     for adapter in (*adapters, None):
         source = Merged(adapter) if adapter else None
         prompts = [prompt for prompt in every if chosen[prompt] == adapter]
-        merged = Server(model_of(tmp_path, torch.float32, source), []).answers(prompts, plain)
+        merged_model = model_of(tmp_path, shape, torch.float32, source)
+        merged = Server(merged_model, []).answers(prompts, plain)
         assert [found[prompt] for prompt in prompts] == merged
         assert (adapter is None) == (merged == [of_base[prompt] for prompt in prompts])
 
 
+@pytest.mark.parametrize("shape", [SMALL, LATENTS], ids=["small", "latents"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_has_the_same_bits_alone_and_in_any_company(
-    dtype: torch.dtype, adapters: list[Adapter], tmp_path: Path
+    dtype: torch.dtype, shape: Shape, tmp_path: Path
 ) -> None:
+    adapters = write_adapters(tmp_path, shape)
     every, chosen = list(range(len(LENGTHS))), of_prompts(adapters)
-    model = model_of(tmp_path, dtype)
+    model = model_of(tmp_path, shape, dtype)
     server = Server(model, adapters)
     for prompt in every:
         server.answers([prompt], chosen)

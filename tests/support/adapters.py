@@ -19,6 +19,8 @@ from baton.engine.engine import Engine
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+"""Of latent attention, beside what makes queries."""
 
 
 def save_adapter(

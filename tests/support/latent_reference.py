@@ -7,6 +7,7 @@ from kernel_reference import normed, rotated, settled
 from torch import Tensor
 
 from baton.kernels.gpu.latent_projection import LatentSizes
+from baton.kernels.gpu.low_rank import AdapterStack, SlotRows
 from baton.kernels.gpu.rotary import Projected
 
 
@@ -64,3 +65,22 @@ def chunk_latents(
         weights = scores.masked_fill(tokens > queries, -torch.inf).softmax(dim=-1)
         out[row : row + count] = torch.einsum("htn,nd->thd", weights, rows[:, : sizes.rank])
     return out
+
+
+def absorb(queries: Tensor, stack: AdapterStack, rows: SlotRows, absorbed: Tensor) -> None:
+    """queries [T, heads, plain]; absorbed [T, heads, latent] += queries through B, then A."""
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot >= 0:
+            b = stack.b[slot].double().unflatten(0, (queries.shape[1], -1))[:, : queries.shape[2]]
+            shrunk = torch.einsum("hk,hkr->hr", queries[row].double(), b).to(queries.dtype)
+            absorbed[row] = absorbed[row].double() + shrunk.double() @ stack.a[slot].double()
+
+
+def expand(attended: Tensor, stack: AdapterStack, rows: SlotRows, values: Tensor) -> None:
+    """attended [T, heads, latent]; values [T, heads, value] += attended through A, then B."""
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot >= 0:
+            b = stack.b[slot].double().unflatten(0, (values.shape[1], -1))[:, -values.shape[2] :]
+            shrunk = (attended[row].double() @ stack.a[slot].double().t()).to(values.dtype)
+            added = torch.einsum("hr,hvr->hv", shrunk.double(), b)
+            values[row] = values[row].double() + added

@@ -11,6 +11,7 @@ import torch
 from adapters import (
     ALL,
     ATTENTION,
+    LATENT,
     change_adapter_config,
     change_tensors,
     load_now,
@@ -34,7 +35,6 @@ from baton.core.errors import (
 from baton.core.types import Adapter, AttemptKey, Sampling, Work
 from baton.engine.adapter_pool import AdapterPool
 from baton.engine.engine import Engine
-from baton.engine.model_choice import check_adapters_of
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
 from baton.kernels.cpu import compiler
@@ -124,9 +124,6 @@ def check_as_peft(
     changed = [one != other for one, other in zip(answers[:-1], plain[:-1], strict=True)]
     assert changed.count(False) <= 1  # one of rank 1 may change nothing
     assert answers[-1] == plain[-1]
-
-
-LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
 @pytest.mark.parametrize("name", [each for each in TINY_MODELS if each.startswith("deepseek")])
@@ -323,10 +320,6 @@ def test_models_without_adapters_say_so(tmp_path: Path) -> None:
     save(TINY_MODELS["llama"], tmp_path / "base")
     with pytest.raises(InvalidConfig, match="through transformers"):
         open_pool(load(tmp_path / "base", engine="transformers"))
-    save(TINY_MODELS["deepseek-v3"], tmp_path / "latent")
-    engine = load(tmp_path / "latent")
-    with pytest.raises(InvalidConfig, match="latent attention on a GPU"):
-        check_adapters_of(engine.architecture, "cuda")
 
 
 class TestPool:

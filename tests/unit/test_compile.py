@@ -19,7 +19,10 @@ from baton.kernels.gpu.compile import compiling
 
 SCRIPT = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
 KERNELS = Path(__file__).parents[2] / "kernels" / "gpu"
-MODELS = ("smollm3", "qwen2-moe")
+LATENTS = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32}
+"""Multiples of 16, as those of real models: kernels are compiled for these and for others."""
+
+MODELS: dict[str, dict[str, int]] = {"smollm3": {}, "qwen2-moe": {}, "deepseek-v3": LATENTS}
 
 
 def kernel(pointer: object) -> None:
@@ -63,7 +66,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What compiled_kernels.py prints, with the models' names for their folders."""
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     for name, folder in folders.items():
-        save(TINY_MODELS[name].changed(num_hidden_layers=5), folder)
+        save(TINY_MODELS[name].changed(num_hidden_layers=5, **MODELS[name]), folder)
     script = [sys.executable, str(SCRIPT), *map(str, folders.values())]
     own = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
     ran = subprocess.run(script, capture_output=True, env={**os.environ, **own}, text=True)

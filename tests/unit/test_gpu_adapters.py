@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import ALL, ATTENTION, save_adapter
+from adapters import ALL, ATTENTION, LATENT, save_adapter
 from engine_loop import serve
 from gpu_ranks import engine_of, gpu_runner, two_ranks
 from tiny_models import TINY_MODELS, choices_of_transformers, save
@@ -27,20 +27,33 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "phi3-partial", "mixtral"])
+def settings_of(name: str) -> list[dict[str, object]]:
+    """Of three adapters of a model."""
+    if "phi3" in name:
+        return [{"r": rank, "target_modules": FUSED} for rank in (1, 16, 32)]
+    if name == "mixtral":
+        return SETTINGS[:1] * 3
+    if "deepseek" in name:
+        queries = ["q_proj"] if "lite" in name else ["q_a_proj", "q_b_proj"]
+        return [
+            {"r": 6, "target_modules": [*queries, *LATENT], "use_rslora": True},
+            {"r": 20, "target_modules": ["kv_b_proj"]},
+            {"r": 5, "target_modules": [*queries, *LATENT], "layers_to_transform": [1]},
+        ]
+    return SETTINGS
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "phi3-partial", "mixtral", "deepseek-v2-lite", "deepseek-v3"]
+)
 def test_one_batch_of_a_gpu_mixes_adapters_and_the_base(
     name: str, device: torch.device, tmp_path: Path
 ) -> None:
     """Two of three fit; the third takes the place of the one that is not needed any more."""
     base = save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path / "base")
-    settings = SETTINGS
-    if "phi3" in name:
-        settings = [{"r": rank, "target_modules": FUSED} for rank in (1, 16, 32)]
-    elif name == "mixtral":
-        settings = SETTINGS[:1] * 3
     models = [
         save_adapter(base, tmp_path / str(seed), seed=seed, **each)
-        for seed, each in enumerate(settings)
+        for seed, each in enumerate(settings_of(name))
     ]
     found = [find_adapter(str(tmp_path / str(seed))) for seed in range(3)]
     runner = gpu_runner(
@@ -60,12 +73,13 @@ def test_one_batch_of_a_gpu_mixes_adapters_and_the_base(
             assert [answer] == choices_of_transformers(model, [prompt], [answer])
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "phi3-partial"])
+@pytest.mark.parametrize("name", ["llama-biases", "phi3-partial", "deepseek-v2"])
 def test_two_ranks_of_a_gpu_share_adapters_too(
     name: str, device: torch.device, tmp_path: Path
 ) -> None:
     base = save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path / "base")
-    targets = FUSED if "phi3" in name else ALL
+    special = {"phi3-partial": FUSED, "deepseek-v2": ["q_a_proj", "q_b_proj", *LATENT]}
+    targets = special.get(name, ALL)
     model = save_adapter(base, tmp_path / "adapter", target_modules=targets)
     found = find_adapter(str(tmp_path / "adapter"))
     arguments = tmp_path / "base", str(device), PAGES, PAGE_SIZE, tmp_path, AdapterRoom(1, 4, 0)

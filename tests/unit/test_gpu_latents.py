@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
+from baton.engine.gpu.adapter_rows import arrange_rows
 from baton.engine.gpu.batch import StepArrays
 from baton.engine.gpu.latent_attention import LatentAttention
 from baton.engine.gpu.prompt_attention import LongChunk
@@ -28,12 +29,14 @@ from baton.kernels.gpu.latent_attention import (
     decode_latents,
     filling_heads,
 )
+from baton.kernels.gpu.latent_low_rank import LatentAdapters
 from baton.kernels.gpu.latent_projection import (
     LatentSizes,
     absorb_and_store,
     norm_queries,
     rotate_and_store_latents,
 )
+from baton.kernels.gpu.low_rank import AdapterStack, SlotRows
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.rotary import Projected
 from baton.kernels.gpu.splits import SplitWorkspace
@@ -216,7 +219,10 @@ def test_attention_with_keys_and_values_made_of_latents(
         assert_close(found, torch.einsum("htn,hnd->thd", weights, values.double()))
 
 
-def test_a_long_chunk_attends_in_either_form(device: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapted"])
+def test_a_long_chunk_attends_in_either_form(
+    device: torch.device, adapted: bool, tmp_path: Path
+) -> None:
     save(TINY_MODELS["deepseek-v2-lite"], tmp_path)
     shape = read_architecture(tmp_path)
     model = load_model(Checkpoint(tmp_path), shape, torch.float32, str(device))
@@ -236,15 +242,24 @@ def test_a_long_chunk_attends_in_either_form(device: torch.device, tmp_path: Pat
     stores = (table[1, positions.long() // 4] * 4 + positions % 4).int()
     qkv = random(count, len(model.layers[0].qkv.weight))
     blocks = ints((0, start, count, 1))
-    wanted = attention.of_blocks(positions, stores, blocks)(0, Projected(qkv))
+    sizes, adapters = attention._sizes, None
+    slot = np.full(count, 1 if adapted else -1, np.int32)
+    if adapted:
+        outputs = shape.heads * (sizes.plain + sizes.value)
+        stack = AdapterStack(random(2, 16, sizes.rank) / 4, random(2, outputs, 16) / 4, (outputs,))
+        rows = SlotRows(*(torch.from_numpy(each).to(device) for each in arrange_rows(slot)))
+        adapters = LatentAdapters(stack, rows, rows)
+    projected = Projected(qkv, adapters=adapters)
+    wanted = attention.of_blocks(positions, stores, blocks)(0, projected)
     slots = torch.ones_like(positions)
     for others in (0, 3):
         long = [LongChunk(others, count - others, start + others, 1)]
-        arrays = StepArrays(np.zeros((4, count), np.int32), np.zeros((1, 4), np.int32), long, 0)
+        inputs = np.zeros((4, count), np.int32), np.zeros((1, 4), np.int32)
+        arrays = StepArrays(*inputs, long, 0, adapters=slot if adapted else None)
         attend = attention.of_any(
             arrays, slots, positions, stores, ints((0, start, others, 1)), slots[:0]
         )
-        assert_close(attend(0, Projected(qkv)), wanted)
+        assert_close(attend(0, projected), wanted)
 
 
 def test_few_rows_absorb_in_the_kernel_that_stores(device: torch.device) -> None:
@@ -256,7 +271,7 @@ def test_few_rows_absorb_in_the_kernel_that_stores(device: torch.device) -> None
             made = pool.projected(7, sizes.heads * sizes.query + sizes.latent, late=False)
             positions = torch.arange(7, dtype=torch.int32, device=device)
             given = (made, pool.cos_sin, positions, positions * 2)
-            found = absorb_and_store(*given, pool.kv[:, 1], sizes, norm, weight)
+            _, found = absorb_and_store(*given, pool.kv[:, 1], sizes, norm, weight)
             wanted = pool.random(7, sizes.heads, sizes.latent)
             plain = reference.rotate_and_store_latents(*given, kv[:, 1], sizes, norm, wanted)
             products = torch.einsum("thk,hnk->thn", plain.double(), weight.double())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import kernel_reference as reference
+import latent_reference
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from baton.engine.gpu.numerics import Numerics
 from baton.engine.weights import load_model
 from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu import low_rank
+from baton.kernels.gpu.latent_low_rank import LatentAdapters
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.low_rank import AdapterStack, SlotRows, expand_onto, shrink
 from baton.kernels.gpu.norm import scale_rows
@@ -110,6 +112,37 @@ def test_rows_have_the_same_bits_in_any_company(device: torch.device) -> None:
             found = few_rows(mine, weight, shrunk=shrink(mine.x, stack, alone))
             assert torch.equal(found[0], together[row])
             assert torch.equal(together[row], plain[row]) == (slot < 0)
+
+
+@pytest.mark.parametrize("rank", [16, 128])
+def test_products_between_latents_and_heads_get_what_adapters_add(
+    device: torch.device, rank: int
+) -> None:
+    """Rows have the same bits alone; those without an adapter are left as they are."""
+    slots, heads, size, plain, value = [0] * 33 + MIXED, 3, 72, 24, 20
+    for dtype in types_for(device, torch.bfloat16):
+        step = Step(device, dtype, slots, rank)
+        stack = step.stack(size, heads * (plain + value))
+        queries = step.random(len(slots), heads, plain + 8)[..., :plain]
+        attended = step.random(len(slots), heads, size)
+        before = step.random(len(slots), heads, size + 8), step.random(len(slots), heads, value)
+        together = [each.clone() for each in before]
+        adapters = LatentAdapters(stack, step.rows, step.rows)
+        adapters.absorb(queries, together[0])
+        adapters.expand(attended, together[1])
+        wanted = [each.clone() for each in before]
+        latent_reference.absorb(queries, stack, step.rows, wanted[0][..., :size])
+        latent_reference.expand(attended, stack, step.rows, wanted[1])
+        for found, known in zip(together, wanted, strict=True):
+            assert_close(found, known)
+        for row in (0, 32, 33, 34, 37):
+            rows = Step(device, dtype, [slots[row]]).rows
+            alone = [each[row : row + 1].clone() for each in before]
+            LatentAdapters(stack, rows, rows).absorb(queries[row : row + 1], alone[0])
+            LatentAdapters(stack, rows, rows).expand(attended[row : row + 1], alone[1])
+            for found, each, known in zip(alone, together, before, strict=True):
+                assert torch.equal(found[0], each[row])
+                assert torch.equal(each[row], known[row]) == (slots[row] < 0)
 
 
 @pytest.mark.parametrize("slots", [MIXED, [0] * 36 + MIXED], ids=len)
