@@ -113,7 +113,7 @@ class TransferPeers:
         return peer in self._reachable
 
     def reach(self, agent: str) -> None:
-        """Connects to a lost sender that may be alive, to learn how its push ended."""
+        """Connects to a lost peer that may be alive, to learn or to say how a push ended."""
         if agent in self._pools and agent not in self._reachable:
             with suppress(BatonError):
                 self._transport.connect(self._pools[agent])

@@ -216,7 +216,9 @@ class Transfers:
         if push is not None and push.peer == peer:
             self._perform(push, self._input(push, note))
         elif note.HasField("revoked"):
-            # Its push has ended, which the receiver may have missed.
+            # Its push has ended, which the receiver may have missed. A link between other shards
+            # may be broken, which only this side knows: the receiver uses the first for notes.
+            self.peers.reach(peer)
             self.peers.send(peer, drained_note(key))
 
     def _input(self, push: Sender, note: TransferNote) -> list[SenderAction]:

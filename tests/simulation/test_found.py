@@ -204,10 +204,13 @@ def test_a_worker_over_its_quarantine_budget_says_so_and_refuses_until_it_is_und
 
 
 @pytest.mark.parametrize(
-    "seed",
+    ("seed", "split"),
     [
-        21184,  # refused by a full quarantine again and again, then lost with its worker
+        # Refused by a full quarantine again and again, then lost with its worker.
+        (21184, False),
+        # A push that ended with a link of the second shards, of which the receiver knew nothing.
+        (1577, True),
     ],
 )
-def test_a_seed_that_broke_an_invariant_breaks_none(seed: int) -> None:
-    Cluster(seed).run()
+def test_a_seed_that_broke_an_invariant_breaks_none(seed: int, split: bool) -> None:
+    Cluster(seed, split=split).run()
