@@ -223,7 +223,7 @@ def main() -> None:
         "--numerics", nargs="+", choices=list(Numerics), type=Numerics, default=list(Numerics)
     )
     parser.add_argument("--quantization", choices=["none", "fp8", "int8", "int4"], default="none")
-    parser.add_argument("--kv-dtype", choices=["auto", "int8", "fp8"], default="auto")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8", "int4", "fp8"], default="auto")
     options = parser.parse_args()
     for config in sorted(CONFIGS.glob("*.json")) if options.all else options.config:
         print_shape(config, options)

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--quantization", choices=["none", "int8", "int4", "fp8"], default="none")
-    parser.add_argument("--kv-dtype", choices=["auto", "int8", "fp8"], default="auto")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8", "int4", "fp8"], default="auto")
     options = parser.parse_args()
     folder = model_store.locate(options.model)
     kept = {name: getattr(options, name) for name in ("dtype", "quantization", "kv_dtype")}

@@ -39,7 +39,15 @@ from baton.engine.model_choice import (
 from baton.worker.rank_process import check_ranks
 
 # Bytes of one K or V value; the worker, which sees the device, resolves "auto".
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "int8": 1, "fp8": 1}
+_VALUE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "auto": 2,
+    "int8": 1,
+    "int4": 1,
+    "fp8": 1,
+}
 
 # Above those of Ray's workers, below those that Linux gives to connections.
 _FREE_PORTS = range(24_000, 32_768)

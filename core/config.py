@@ -158,10 +158,10 @@ class Config:
         " (docs/MODELS.md).",
         "--quantization",
     )
-    kv_dtype: Literal["auto", "int8", "fp8"] = key(
+    kv_dtype: Literal["auto", "int8", "int4", "fp8"] = key(
         "auto",
         "How pages keep keys and values: auto as the model computes them, int8 as codes with a"
-        " scale for each token and head, on GPUs also fp8 (docs/MODELS.md).",
+        " scale for each token and head, on GPUs also fp8; int4 at a loss (docs/MODELS.md).",
         "--kv-dtype",
     )
     device: Literal["auto", "cpu", "cuda"] = key(

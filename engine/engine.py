@@ -380,7 +380,7 @@ def _empty_pages(
 
 def stored_dtype(kv_dtype: KvDtype, model: torch.dtype) -> torch.dtype:
     """Of pages of a model that computes in that dtype."""
-    return {"int8": torch.int8, "fp8": FP8}.get(kv_dtype, model)
+    return {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}.get(kv_dtype, model)
 
 
 def _check_holds_a_page(kv_memory: int, page_bytes: int) -> None:

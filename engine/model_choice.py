@@ -15,12 +15,13 @@ from baton.engine.families import FAMILIES
 from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import read_stated
 from baton.kernels import GPU_SCALE_BYTES, SCALE_BYTES
+from baton.kernels.head_sizes import gpu_stored_bytes, stored_bytes
 
 EngineChoice = Literal["auto", "native", "transformers"]
 WeightQuantization = Literal["none", "int8", "int4", "fp8"]
 """Of a model's weights when they are loaded."""
 
-KvDtype = Literal["auto", "int8", "fp8"]
+KvDtype = Literal["auto", "int8", "int4", "fp8"]
 """Of keys and values in pages; auto: the model's."""
 
 
@@ -133,7 +134,7 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
     if not isinstance(model, Architecture):
         obstacle = "a model that runs through transformers has pages of its own dtype"
     elif kv_dtype == "fp8" and device == "cpu":
-        obstacle = "CPUs have int8 pages, not fp8"
+        obstacle = "CPUs have int8 or int4 pages, not fp8"
     elif model.latent:
         obstacle = "pages of latents are not quantized yet"
     elif model.head_dim % SCALE_BYTES:
@@ -144,9 +145,13 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
 
 
 def stored_shape(shape: tuple[int, ...], kv_dtype: KvDtype, device: str) -> tuple[int, ...]:
-    """Of numbers [..., dim] in memory of that dtype: behind a head's codes is their scale."""
-    scale = GPU_SCALE_BYTES if device.startswith("cuda") else SCALE_BYTES
-    return shape if kv_dtype == "auto" else (*shape[:-1], shape[-1] + scale)
+    """Of numbers [..., dim] in memory of that dtype: behind a head's codes are their scales."""
+    if kv_dtype == "auto":
+        return shape
+    on_gpu, dim = device.startswith("cuda"), shape[-1]
+    if kv_dtype == "int4":
+        return (*shape[:-1], gpu_stored_bytes(dim) if on_gpu else stored_bytes(dim))
+    return (*shape[:-1], dim + (GPU_SCALE_BYTES if on_gpu else SCALE_BYTES))
 
 
 def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:

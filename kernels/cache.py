@@ -2,8 +2,9 @@
 
 The memory is [page, layer, k/v, token, kv_head, dim], so a page is contiguous for a transfer.
 k/v are two: keys, then values. Or one: a latent, which is the only key head, and whose first
-numbers are the value. In int8, dim has the codes of a head's numbers and then the bytes of their
-scale (kernels/integers.py): what moves pages, or heads of them, moves both.
+numbers are the value. As codes, dim has the bytes of a head's codes and then those of their scales
+(int8: kernels/integers.py; uint8 holds int4: kernels/half_bytes.py): what moves pages, or heads of
+them, moves both.
 
 A layer reads and writes the memory as rows: its views start at its own offset, so the same row
 indices, made once per step, serve every layer of a slice (engine/layer_slices.py).
@@ -12,7 +13,7 @@ indices, made once per step, serve every layer of a slice (engine/layer_slices.p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,25 @@ from torch import Tensor
 
 from baton.kernels import SCALE_BYTES
 from baton.kernels.cpu import compiler
+from baton.kernels.half_bytes import half_byte_codes, half_byte_numbers
+from baton.kernels.head_sizes import head_dim_of
 from baton.kernels.integers import head_codes, head_numbers
 from baton.kernels.linear import RMSNorm
 
 Norms = tuple[RMSNorm | None, RMSNorm | None]
 """Of queries and of keys."""
+
+
+class _Coding(NamedTuple):
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+
+
+_CODINGS = {
+    torch.int8: _Coding(head_codes, head_numbers),
+    torch.uint8: _Coding(half_byte_codes, half_byte_numbers),
+}
+"""By the dtype of the memory."""
 
 
 class LayerCache(NamedTuple):
@@ -39,8 +54,8 @@ class LayerCache(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether keys and values are int8 codes with scales."""
-        return self.kv.dtype == torch.int8
+        """Whether keys and values are codes with scales."""
+        return self.kv.dtype in _CODINGS
 
     @property
     def head_dim(self) -> int:
@@ -50,6 +65,8 @@ class LayerCache(NamedTuple):
     def lanes(self) -> int:
         """Of vectors that divide keys and values evenly; 0: none do."""
         size = math.gcd(self.head_dim, self.value_dim)
+        if self.kv.dtype == torch.uint8:  # a vector of bytes has codes of either half
+            size //= 2
         return compiler.lanes_for(size, compiler.registers())
 
 
@@ -75,6 +92,8 @@ def layer_caches(
 
 
 def _head_dim(kv: Tensor) -> int:
+    if kv.dtype == torch.uint8:
+        return head_dim_of(kv.shape[-1])
     return kv.shape[-1] - (SCALE_BYTES if kv.dtype == torch.int8 else 0)
 
 
@@ -89,7 +108,7 @@ def token_rows(
 def write_(cache: LayerCache, rows: Tensor, keys_values: Tensor) -> None:
     """Stores keys_values [T, k/v * kv_heads, head_dim], keys first, at rows [T, k/v]."""
     if cache.scaled:
-        keys_values = head_codes(keys_values)
+        keys_values = _CODINGS[cache.kv.dtype].encode(keys_values)
     cache.tokens.index_put_((rows,), keys_values.reshape(*rows.shape, -1))
 
 
@@ -110,7 +129,7 @@ def by_heads(found: Tensor, cache: LayerCache, sequences: int) -> Tensor:
 def keys_values(found: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
     """Of found [k/v, ..., dim]; those of codes in float32."""
     if cache.scaled:
-        found = head_numbers(found)
+        found = _CODINGS[cache.kv.dtype].decode(found)
     return found[0], found[-1][..., : cache.value_dim]
 
 

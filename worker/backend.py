@@ -323,7 +323,8 @@ def pool_layout(engine: Engine) -> PoolLayout:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    """That of pages in int4, which torch has not, is uint8."""
+    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
 
 
 def open_second_tier(

@@ -80,7 +80,8 @@ def check_codes(device: str, quantization: str, kv_dtype: str) -> None:
     """Raises InvalidConfig if the GPU has no products of these codes that add up as ours do."""
     import torch  # as below
 
-    chosen = {"quantization": quantization, "kv_dtype": kv_dtype.replace("int8", "auto")}
+    integers = kv_dtype.startswith("int")  # become numbers before they are multiplied
+    chosen = {"quantization": quantization, "kv_dtype": "auto" if integers else kv_dtype}
     needing = [field for field, value in chosen.items() if value not in ("none", "auto")]
     if device == "cpu" or not needing:
         return

@@ -95,6 +95,9 @@ class Scratch:
             "keys": laid_out,
             "values": laid_out,
             "scales": 2 * SPLIT if shape.scaled else 0,
+            "copied keys": SPLIT * shape.head_dim if shape.unpacked else 0,
+            "copied values": SPLIT * shape.head_dim if shape.unpacked else 0,
+            "copied places": 2 * SPLIT if shape.unpacked else 0,
         }
         self._operand = shape.operand
         self._starts, start = {}, 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
 from baton.kernels.cpu import amx
 from baton.kernels.cpu.ir_builder import Count, Memory
-from baton.kernels.cpu.vectors import BFLOAT16, CODE, FLOAT, QUAD
+from baton.kernels.cpu.vectors import BFLOAT16, CODE, FLOAT, HALF_BYTE, QUAD
 
 SPLIT = 256
 """Tokens whose weights share one greatest score; a multiple of any number of lanes."""
@@ -30,7 +30,7 @@ class Heads:
     page_size: int
     head_stride: int  # numbers from one head's key to the next's
     element: ir.Type  # of queries and results
-    stored: ir.Type  # of keys and values; int8 codes have their scale behind them
+    stored: ir.Type  # of keys and values; codes have their scales behind them
     lanes: int
     registers: int
     scale: float  # of scores
@@ -39,8 +39,18 @@ class Heads:
 
     @property
     def scaled(self) -> bool:
-        """Whether keys and values are codes with scales."""
+        """Whether products are of codes, without their scales."""
         return bool(self.stored == CODE)
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether products are of copies, since codes of four bits are no operands."""
+        return bool(self.stored == HALF_BYTE)
+
+    @property
+    def multiplied(self) -> Heads:
+        """With keys and values as products take them."""
+        return replace(self, stored=self.operand, value_offset=0) if self.unpacked else self
 
     @property
     def operand(self) -> ir.Type:

@@ -12,7 +12,8 @@ passes over its tokens:
        from a position that is a multiple of 32
 
 Where keys and values are int8 codes, passes 1 and 3 multiply codes, and pass 2 what these lack:
-scores by the scales of keys, and weights, once they are summed, by those of values.
+scores by the scales of keys, and weights, once they are summed, by those of values. Codes of four
+bits are first copied as the numbers that they stand for, a split at a time.
 
 None of these sums depends on how many rows are computed together, nor on which tokens of the
 split other rows see: what a row does not see has weight 0, which changes no sum. So the same
@@ -37,6 +38,7 @@ from baton.kernels.cpu.attention_shape import (
     PageTable,
     Step,
 )
+from baton.kernels.cpu.half_byte_heads import take_numbers
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
     FLOAT,
@@ -57,8 +59,9 @@ class Tiles:
 
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
-        self._weigh, self._products = self._weights(), products_of(module, shape)
+        self._weigh, self._products = self._weights(), products_of(module, shape.multiplied)
         self._copy_scales = self._scales() if shape.scaled else None
+        self._unpack = self._unpacking() if shape.unpacked else None
 
     def make_parts(
         self,
@@ -71,6 +74,8 @@ class Tiles:
         """The parts of all rows. The memory has their queries [rows, head_dim], bounds [rows, 2],
         the first token that a row sees and the one after its last, weights and parts. `step`
         tokens at a time are read for all rows; sums go on in order."""
+        if self._unpack:
+            split = self._unpacked(code, memory, split, self._unpack)
         self._products.lay_out(code, memory, split)
         if self._copy_scales:
             for place, heads in enumerate((split.keys, split.values)):
@@ -87,6 +92,31 @@ class Tiles:
             code.call(self._weigh, scores, tokens, first, end, part, memory["scales"])
         with self._steps(code, rows, memory, split, step) as at:
             self._products.values(code, at, memory, split)
+
+    def _unpacked(
+        self, code: Function, memory: dict[str, Memory], split: ContextSplit, unpack: Function
+    ) -> ContextSplit:
+        """The split with copies of its keys and values."""
+        kind, copies = self._shape.operand, []
+        for name, heads in (("copied keys", split.keys), ("copied values", split.values)):
+            copies.append(memory[name].of(kind))
+            code.call(unpack, heads, split.places, split.tokens, memory[name])
+        places = memory["copied places"].of(COUNT)
+        with code.loop(0, split.tokens) as token:
+            places.put_count(token * self._shape.head_dim, token)
+        return ContextSplit(copies[0], copies[1], places, split.tokens)
+
+    def _unpacking(self) -> Function:
+        """Copies a split's keys or values: (keys or values, places, tokens, copies)"""
+        shape, types = self._shape, [POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, "unpack", types, lanes=shape.lanes)
+        heads, places, tokens, copies = code.arguments
+        heads, places = heads.of(shape.stored), places.of(COUNT)
+        with code.loop(0, tokens) as token:
+            target = copies.of(shape.operand).from_(token * shape.head_dim)
+            take_numbers(code, heads.from_(places.count(token)), shape.head_dim, target)
+        code.end()
+        return code
 
     @contextmanager
     def _steps(

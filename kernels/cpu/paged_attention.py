@@ -17,7 +17,6 @@ from baton.kernels.cpu.attention_code import (
     library,
 )
 from baton.kernels.cpu.attention_shape import SPLIT, Heads
-from baton.kernels.cpu.compiler import Registers
 from baton.kernels.cpu.vectors import element_of
 
 if TYPE_CHECKING:
@@ -109,8 +108,10 @@ def paged_attention(
     kv, sizes = cache.kv, (cache.head_dim, cache.value_dim)
     whole = math.gcd(*sizes) % amx.INPUTS == 0
     tiles = dtype == torch.bfloat16 and whole and compiler.has_amx()
-    registers = compiler.registers()
-    return _compiled(heads, *kv.shape[1:], *sizes, scoring, dtype, kv.dtype, registers, tiles)
+    if not cache.lanes:
+        return None
+    how = cache.lanes, compiler.registers().number, tiles
+    return _compiled(heads, *kv.shape[1:], *sizes, scoring, dtype, kv.dtype, *how)
 
 
 @functools.cache
@@ -125,12 +126,10 @@ def _compiled(
     scoring: Scoring,
     dtype: torch.dtype,
     stored: torch.dtype,
-    registers: Registers,
+    lanes: int,
+    registers: int,
     tiles: bool,
-) -> CompiledAttention | None:
-    lanes = compiler.lanes_for(math.gcd(head_dim, value_dim), registers)
-    if not lanes:
-        return None
+) -> CompiledAttention:
     return CompiledAttention(
         Heads(
             heads,
@@ -143,7 +142,7 @@ def _compiled(
             element_of(dtype),
             element_of(stored),
             lanes,
-            registers.number,
+            registers,
             *scoring,
             tiles,
         )

@@ -1,5 +1,5 @@
 """Compiled code that normalizes queries and keys, rotates them by their positions, and stores
-keys and values, as they are or as codes (kernels/integers.py).
+keys and values, as they are or as codes (kernels/integers.py, kernels/half_bytes.py).
 
 A pair of neighbouring numbers is complex: (a, b) rotated by (c, s) is
 (a * c - b * s, b * c + a * s). Every number is computed from its own head's alone, or, if the
@@ -19,10 +19,11 @@ from torch import Tensor
 from baton.kernels import SCALE_BYTES
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import Library
+from baton.kernels.cpu.half_byte_heads import put_half_bytes
 from baton.kernels.cpu.integer_codes import factor_and_scale
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.norm import inverse_root
-from baton.kernels.cpu.vectors import CODE, FLOAT, Floats, element_of, vector_of
+from baton.kernels.cpu.vectors import CODE, FLOAT, HALF_BYTE, Floats, element_of, vector_of
 from baton.kernels.integers import MOST
 from baton.kernels.linear import RMSNorm
 
@@ -118,8 +119,9 @@ def _module(lanes: int, element: ir.Type, stored: ir.Type, parts: int) -> ir.Mod
             place = given.memory("places", COUNT).count(row * parts + part)
             target = given.memory("tokens", stored).from_(place * given.count("token_numbers"))
             source = numbers.from_(queries + keys * part)
-            if stored == CODE:
-                _put_codes(code, source, target, keys // head_dim, head_dim)
+            if stored in (CODE, HALF_BYTE):
+                put = _put_codes if stored == CODE else put_half_bytes
+                put(code, source, target, keys // head_dim, head_dim)
             else:
                 with code.loop(0, keys, step=lanes) as index:
                     target.put(source.vector(index), index)

@@ -20,11 +20,14 @@ QUAD = 4
 
 FLOAT = ir.FloatType()
 CODE, BFLOAT16, LANE = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+HALF_BYTE = ir.IntType(4)
+"""Of memory with codes of four bits: a name alone, its elements are bytes."""
 
 
 def element_of(dtype: torch.dtype) -> ir.Type:
     """Of memory that holds such numbers."""
-    return {torch.float32: FLOAT, torch.bfloat16: BFLOAT16, torch.int8: CODE}[dtype]
+    known = {torch.float32: FLOAT, torch.bfloat16: BFLOAT16, torch.int8: CODE}
+    return HALF_BYTE if dtype == torch.uint8 else known[dtype]
 
 
 def size_of(element: ir.Type) -> int:

@@ -13,8 +13,16 @@ from torch import Tensor
 
 from baton.kernels.gpu import hopper_chunks
 from baton.kernels.gpu.decode_attention import WIDE_BYTES, tiles_ahead
-from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge_blocks, tile_of
-from baton.kernels.gpu.head_codes import is_coded
+from baton.kernels.gpu.fixed_order import (
+    SPLIT,
+    TILE,
+    attend,
+    column_blocks,
+    merge_blocks,
+    tile_of,
+    zero_sums,
+)
+from baton.kernels.gpu.head_codes import head_columns, is_coded
 from baton.kernels.gpu.pages import load_pages, load_tile
 from baton.kernels.gpu.rotary import HeadShape
 
@@ -53,7 +61,8 @@ def attend_anywhere(
     out: Tensor,
 ) -> Tensor:
     """chunk_attention on any device."""
-    block_d = max(16, triton.next_power_of_2(shape.head_dim))
+    block_d, rest = head_columns(shape.head_dim, kv_layer.dtype)
+    coded = is_coded(kv_layer.dtype)
     tile = tile_of(qkv.dtype)
     queries = PROGRAM_QUERIES if tile == TILE else FLOAT32_QUERIES
     # A split at a time, where shared memory has room to load the next ones ahead.
@@ -76,7 +85,8 @@ def attend_anywhere(
         DIM=shape.head_dim,
         HEAD=kv_layer.shape[4],
         BLOCK_D=block_d,
-        CODED=is_coded(kv_layer.dtype),
+        REST=rest if coded else 0,
+        CODED=coded,
         PARTS=BLOCK_QUERIES // queries,
         BLOCK_M=queries,
         TILE=tile,
@@ -130,6 +140,7 @@ def _chunk(
     DIM: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
     CODED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -146,21 +157,23 @@ def _chunk(
     if count > 0:
         first_row, start = tl.load(entry).to(tl.int64) + earlier, tl.load(entry + 1) + earlier
         table = table_pointer + tl.load(entry + 3).to(tl.int64) * table_stride
-        dim = tl.arange(0, BLOCK_D)
-        in_dim = dim < DIM
+        columns = column_blocks(BLOCK_D, REST)
         member = tl.arange(0, BLOCK_M)
-        mine = (member < count)[:, None] & in_dim[None, :]
+        mine = (member < count)[:, None]
         at = (first_row + member)[:, None] * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM
-        query = (tl.load(qkv_pointer + at + dim[None, :], mask=mine, other=0.0),)
+        query = ()
+        for number in tl.static_range(len(columns)):
+            column = columns[number][None, :]
+            mask = mine & (column < DIM)
+            query += (tl.load(qkv_pointer + at + column, mask=mask, other=0.0),)  # type: ignore[assignment]
         position = (start + member)[:, None]
         end = start + count
         first = tl.maximum(start - window + 1, 0) if window > 0 else 0
         kv_pointer += (head // (HEADS // KV_HEADS)) * HEAD
-        columns = (dim,)
 
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        sums = (tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),)
+        sums = zero_sums(BLOCK_M, BLOCK_D, REST)
         if SINKS:
             highest = tl.zeros_like(total) + tl.load(sinks_pointer + head)
             total += 1.0
@@ -169,7 +182,7 @@ def _chunk(
             for split in range(first // SPLIT * SPLIT, end, SPLIT):
                 split_highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
                 split_total = tl.zeros([BLOCK_M], dtype=tl.float32)
-                split_sums = (tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),)
+                split_sums = zero_sums(BLOCK_M, BLOCK_D, REST)
                 for tile in tl.static_range(SPLIT // TILE):
                     split_highest, split_total, split_sums = _attend_tile(
                         split_highest, split_total, split_sums, query, position, kv_pointer, table,
@@ -192,9 +205,12 @@ def _chunk(
                     highest, total, sums = merge_blocks(
                         highest, total, sums, split_highest, split_total, split_sums
                     )
-        result = sums[0] * (1.0 / total)[:, None]
-        out_at = (first_row + member)[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
-        tl.store(out_pointer + out_at, result.to(query[0].dtype), mask=mine)
+        out_at = (first_row + member)[:, None] * (HEADS * DIM) + head * DIM
+        for number in tl.static_range(len(columns)):
+            column = columns[number][None, :]
+            result = sums[number] * (1.0 / total)[:, None]
+            mask = mine & (column < DIM)
+            tl.store(out_pointer + out_at + column, result.to(query[0].dtype), mask=mask)
 
 
 BLOCK_TOKENS = 16

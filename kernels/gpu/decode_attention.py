@@ -22,14 +22,13 @@ from baton.kernels.gpu.fixed_order import (
     TILE,
     attend,
     column_blocks,
-    columns_of,
     cut_columns,
     inverse_size,
     merge_blocks,
     tile_of,
     zero_sums,
 )
-from baton.kernels.gpu.head_codes import encode, is_coded, scales_at
+from baton.kernels.gpu.head_codes import encode_heads, head_columns, is_coded, store_codes
 from baton.kernels.gpu.pages import load_pages, load_tile
 from baton.kernels.gpu.rotary import (
     HeadShape,
@@ -87,7 +86,7 @@ def decode_attention(
     batch, group = len(qkv), shape.heads // shape.kv_heads
     programs = programs_for(batch, shape.kv_heads, wanted_programs(shape.head_dim * qkv.itemsize))
     tile, coded = tile_of(qkv.dtype), is_coded(kv_layer.dtype)
-    block_d, rest = columns_of(shape.head_dim)
+    block_d, rest = head_columns(shape.head_dim, kv_layer.dtype)
     least = CODED_QUERIES if coded and tile == TILE else 16
     warps = 4 if coded else _warps_for(batch, shape.kv_heads, shape.head_dim * qkv.itemsize)
     # Heads first: programs that run at the same time read neighbours in a page.
@@ -122,7 +121,7 @@ def decode_attention(
         DIM=shape.head_dim,
         HEAD=kv_layer.shape[4],
         BLOCK_D=block_d,
-        REST=0 if coded else rest,
+        REST=rest,
         CODED=coded,
         INPUTS=projected.source.x.shape[1] if projected.source else 1,
         TILE=tile,
@@ -164,13 +163,13 @@ def tiles_ahead(tile_bytes: int) -> int:
 
 @triton.jit
 def _store(pointer, head, dim, DIM: tl.constexpr, CODED: tl.constexpr):
-    """head [1, BLOCK_D], as numbers or as codes with their scale."""
+    """head [1, BLOCK_D], as numbers or as codes with their scales."""
     inside = (dim < DIM)[None, :]
     if CODED:
         wide = tl.where(inside, head.to(tl.float32), 0.0)
-        codes, scales = encode(wide, pointer.dtype.element_ty)
-        tl.store(pointer + dim[None, :], codes, mask=inside)
-        tl.store(scales_at(pointer + DIM) + tl.arange(0, 1), scales)
+        codes, scales, _ = encode_heads(wide, dim, DIM, pointer.dtype.element_ty)
+        one = tl.arange(0, 1)
+        store_codes(pointer + one, codes, scales, dim, one == 0, DIM)
     else:
         tl.store(pointer + dim[None, :], head, mask=inside)
 

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.gpu.decode_attention import CODED_QUERIES, attend_program, tiles_ahead
-from baton.kernels.gpu.fixed_order import SPLIT, TILE, column_blocks, columns_of, tile_of
-from baton.kernels.gpu.head_codes import is_coded
+from baton.kernels.gpu.fixed_order import SPLIT, TILE, column_blocks, tile_of
+from baton.kernels.gpu.head_codes import head_columns, is_coded
 from baton.kernels.gpu.pages import load_pages
 from baton.kernels.gpu.rotary import HeadShape
 from baton.kernels.gpu.splits import SplitWorkspace, merge_splits, programs_for
@@ -59,7 +59,7 @@ def guess_attention(
     if programs > 1:  # fewer sequences than rows share the chip
         programs = programs_for(triton.cdiv(rows, ROWS_OF_SEQUENCE), shape.kv_heads)
     tile, coded = tile_of(qkv.dtype), is_coded(kv_layer.dtype)
-    block_d, rest = columns_of(shape.head_dim)
+    block_d, rest = head_columns(shape.head_dim, kv_layer.dtype)
     _guess[(len(blocks), shape.kv_heads, programs)](
         qkv,
         blocks,
@@ -83,7 +83,7 @@ def guess_attention(
         DIM=shape.head_dim,
         HEAD=kv_layer.shape[4],
         BLOCK_D=block_d,
-        REST=0 if coded else rest,
+        REST=rest,
         CODED=coded,
         TILE=tile,
         SPLIT=SPLIT,

@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.head_codes import decode, is_coded, scales_at
+from baton.kernels.gpu.head_codes import (
+    decode,
+    head_columns,
+    in_halves,
+    is_coded,
+    load_halves,
+    scales_at,
+)
 
 COPY_BLOCK = 4096
 """4-byte words per program: 16 KiB, eight 16-byte loads per thread."""
@@ -97,7 +104,7 @@ def _gather_decoded(
     kv_layer: Tensor, pages: Tensor, length: int, out_keys: Tensor, out_values: Tensor
 ) -> None:
     heads, dim = out_keys.shape[1:]
-    block = triton.next_power_of_2(dim)
+    block, _ = head_columns(dim, kv_layer.dtype)
     tokens = max(GATHER_BLOCK // block, 1)
     _gather_codes[(triton.cdiv(length, tokens), heads, kv_layer.shape[1])](
         kv_layer,
@@ -195,21 +202,28 @@ def _gather_codes(
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head, part = tl.program_id(1), tl.program_id(2)
-    dim = tl.arange(0, BLOCK)
     there = token < length
-    inside = there[:, None] & (dim < DIM)[None, :]
     page = tl.load(pages_pointer + token // PAGE_SIZE, mask=there, other=0).to(tl.int64)
     rows = kv_pointer + page * page_stride + token % PAGE_SIZE * token_stride
     rows += head * head_stride + part * value_offset
-    codes = tl.load(rows[:, None] + dim[None, :], mask=inside, other=0.0)
-    scales = tl.load(scales_at(rows + DIM), mask=there, other=0.0)
-    found = decode(codes, scales[:, None], keys_pointer.dtype.element_ty)
-    at = head * DIM + dim[None, :]
-    wide = token.to(tl.int64)[:, None]
-    if part == 0:
-        tl.store(keys_pointer + wide * keys_stride + at, found, mask=inside)
+    dtype: tl.constexpr = keys_pointer.dtype.element_ty
+    if in_halves(kv_pointer.dtype):
+        blocks = load_halves(rows, there, BLOCK // 2, DIM, dtype)
     else:
-        tl.store(values_pointer + wide * values_stride + at, found, mask=inside)
+        dim = tl.arange(0, BLOCK)
+        inside = there[:, None] & (dim < DIM)[None, :]
+        codes = tl.load(rows[:, None] + dim[None, :], mask=inside, other=0.0)
+        scales = tl.load(scales_at(rows + DIM), mask=there, other=0.0)
+        blocks = (decode(codes, scales[:, None], dtype),)  # type: ignore[assignment]
+    wide = token.to(tl.int64)[:, None]
+    for number in tl.static_range(len(blocks)):
+        dim = number * (BLOCK // 2) + tl.arange(0, BLOCK // len(blocks))
+        inside = there[:, None] & (dim < DIM)[None, :]
+        at = head * DIM + dim[None, :]
+        if part == 0:
+            tl.store(keys_pointer + wide * keys_stride + at, blocks[number], mask=inside)
+        else:
+            tl.store(values_pointer + wide * values_stride + at, blocks[number], mask=inside)
 
 
 DIGEST_BLOCK = 4096
@@ -284,11 +298,16 @@ def load_tile(
     tokens [TILE] from `block` on, which lie in `pages` [TILE].
 
     kv_pointer: of the head in page 0. Tokens before `first` are not read: their pages may have been
-    given back. Codes, with their scale behind DIM of them, are decoded.
+    given back. Codes, with their scales behind them, are decoded; int4 is two blocks of columns.
     """
     token = block + tl.arange(0, TILE)
     there = (token >= first) & (token < end)
     spots = kv_pointer + (pages.to(tl.int64) * page_stride + (token % PAGE_SIZE) * ROW)
+    if in_halves(kv_pointer.dtype):
+        half: tl.constexpr = columns[0].shape[0]
+        low, high = load_halves(spots, there, half, DIM, DTYPE)
+        values = load_halves(spots + value_offset, there, half, DIM, DTYPE)
+        return (tl.trans(low), tl.trans(high)), values, token
     keys, values = (), ()
     for number in tl.static_range(len(columns)):
         column = columns[number]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.kernels.attention import Scoring
 from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums, squares_of_row
-from baton.kernels.gpu.head_codes import decode, encode, is_coded, scales_at
+from baton.kernels.gpu.head_codes import encode_heads, head_columns, is_coded, store_codes
 from baton.kernels.gpu.latent_low_rank import LatentAdapters
 from baton.kernels.gpu.norm import Scaled
 
@@ -91,6 +91,8 @@ def rotate_and_store(
     # Rows whose size is still to be applied are of a larger step.
     block_heads = 1 if tokens <= FEW_TOKENS and squares is None else 8
     block_dim = triton.next_power_of_2(dim)
+    if kv_layer.dtype == torch.uint8:
+        block_dim, _ = head_columns(dim, kv_layer.dtype)
     _rotate_and_store[(tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
         qkv,
         qkv if squares is None else squares,
@@ -371,10 +373,9 @@ def _rotate_and_store(
     changed = inside if SCALED or BIAS or CODED else inside & ~is_value[:, None]
     if CODED:
         wide = tl.where(inside, stored.to(tl.float32), 0.0)
-        codes, scales = encode(wide, kv_pointer.dtype.element_ty)
+        codes, scales, decoded = encode_heads(wide, dim, DIM, kv_pointer.dtype.element_ty)
         # Long chunks are attended without their pages.
-        decoded = decode(codes, scales[:, None], stored.dtype)
-        stored = tl.where(is_query[:, None], stored, decoded)
+        stored = tl.where(is_query[:, None], stored, decoded.to(stored.dtype))
     tl.store(new + within, stored, mask=changed)
 
     slot = tl.load(slots_pointer + token).to(tl.int64)
@@ -383,10 +384,9 @@ def _rotate_and_store(
         kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
         # A product keeps the compiler's knowledge of alignment; tl.where would lose it.
         rows = spot + kv_head * head_stride + is_value.to(tl.int32) * value_offset
-        keeps = inside & (head >= HEADS)[:, None]
         if CODED:
-            tl.store(kv_pointer + rows[:, None] + dim[None, :], codes, mask=keeps)
             kept = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
-            tl.store(scales_at(kv_pointer + rows + DIM), scales, mask=kept)
+            store_codes(kv_pointer + rows, codes, scales, dim, kept, DIM)
         else:
+            keeps = inside & (head >= HEADS)[:, None]
             tl.store(kv_pointer + rows[:, None] + dim[None, :], stored, mask=keeps)

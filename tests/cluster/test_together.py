@@ -79,7 +79,7 @@ class Drawn:
         tree["quantization"] = draw.choice(["int8", "none", "int4"]) if not split else "none"
         if draw.random() < 0.7 and "deepseek" not in family:
             requests = [(*each[:2], "lora" * draw.randrange(2)) for each in requests]
-        coded = draw.choice(["int8", "int8", "auto"])
+        coded = draw.choice(["int8", "int4", "auto"])
         tree["kv_dtype"] = "auto" if split or "deepseek" in family else coded
         return cls(family, quantized, event, tree, split, requests)
 

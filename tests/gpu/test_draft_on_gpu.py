@@ -40,6 +40,7 @@ DRAFT = GpuSettings(max_batch=24, chunk_tokens=512, guesses=True, short_chunk=MO
 CASES: list[tuple[str, KvDtype]] = [
     ("small", "auto"),
     ("mistral", "int8"),
+    ("small", "int4"),
     ("gemma3", "auto"),
     ("qwen3-moe", "auto"),
     ("deepseek-v3", "auto"),

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 CASES: list[tuple[str, KvDtype]] = [
     ("small", "auto"),
     ("mistral", "int8"),
+    ("mistral", "int4"),
     ("gemma2", "fp8"),
     ("gemma3", "auto"),
     ("qwen3-moe", "auto"),

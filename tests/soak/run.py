@@ -61,7 +61,7 @@ def settings_of(seed: int) -> dict[str, object]:
     draw = random.Random(seed)
     chosen: dict[str, object] = {
         "speculation": draw.choice(["off", "ngram"]),
-        "kv_dtype": draw.choice(["auto", "int8"]),
+        "kv_dtype": draw.choice(["auto", "int8", "int4"]),
         "quantization": draw.choice(["none", "int8"]),
     }
     cache: dict[str, object] = {"responses": draw.choice(["off", "exact"])}

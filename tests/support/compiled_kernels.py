@@ -48,7 +48,7 @@ SHORT_LATENTS = LATENTS | {"kv_lora_rank": 256}
 CASES: tuple[tuple[dict[str, object], WeightQuantization, KvDtype, Numerics], ...] = (
     (SHAPE, "none", "auto", Numerics.INVARIANT),
     (SHAPE, "fp8", "int8", Numerics.INVARIANT),
-    (SHAPE, "int4", "auto", Numerics.INVARIANT),
+    (SHAPE, "int4", "int4", Numerics.INVARIANT),
     (EXPERTS, "none", "auto", Numerics.INVARIANT),
     (SINKS, "none", "auto", Numerics.INVARIANT),
     (LATENTS, "none", "auto", Numerics.INVARIANT),

@@ -17,7 +17,8 @@ from torch.nn import functional
 from baton.core.types import Sampling
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.model_choice import stored_shape
+from baton.engine.engine import stored_dtype
+from baton.engine.model_choice import KvDtype, stored_shape
 from baton.engine.runner import Runner
 from baton.engine.weights import load_model
 from baton.kernels import GPU_SCALE_BYTES, SCALE_BYTES
@@ -28,6 +29,8 @@ from baton.kernels.gpu.head_codes import CODES
 from baton.kernels.gpu.pages import gather_tokens
 from baton.kernels.gpu.rotary import Projected, rotate_and_store
 from baton.kernels.gpu.splits import SplitWorkspace
+from baton.kernels.half_bytes import half_byte_codes, half_byte_numbers
+from baton.kernels.head_sizes import PAIR_BYTES, gpu_half, gpu_stored_bytes, groups_of
 from baton.kernels.integers import head_codes
 
 PAGE = 5
@@ -35,8 +38,10 @@ LENGTHS = [150, 9]
 
 
 def encoded(heads: Tensor, code: torch.dtype) -> Tensor:
-    """heads [..., dim] -> bytes [..., dim + GPU_SCALE_BYTES]."""
+    """heads [..., dim] -> bytes of the last dimension of GPU's pages."""
     device, heads = heads.device, heads.float().cpu()  # a GPU divides by a constant in two steps
+    if code == torch.uint8:
+        return _in_halves(heads).to(device)
     if code == torch.int8:
         stored = head_codes(heads).view(torch.uint8)
     else:
@@ -46,8 +51,28 @@ def encoded(heads: Tensor, code: torch.dtype) -> Tensor:
     return functional.pad(stored, (0, GPU_SCALE_BYTES - SCALE_BYTES)).to(device)
 
 
-def decoded(kv: Tensor) -> Tensor:
-    """kv [..., dim + GPU_SCALE_BYTES] -> [..., dim], float32."""
+def _in_halves(heads: Tensor) -> Tensor:
+    """heads [..., dim] -> [..., gpu_stored_bytes(dim)]: codes of padded halves, then the rest."""
+    dim, half = heads.shape[-1], gpu_half(heads.shape[-1])
+    found = half_byte_codes(heads)
+    codes = torch.cat((found[..., : dim // 2] & 15, found[..., : dim // 2] >> 4), dim=-1)
+    codes = functional.pad(codes, (0, 2 * half - dim))
+    stored = torch.cat((codes[..., :half] | codes[..., half:] << 4, found[..., dim // 2 :]), dim=-1)
+    return functional.pad(stored, (0, gpu_stored_bytes(dim) - stored.shape[-1]))
+
+
+def _of_halves(kv: Tensor, dim: int) -> Tensor:
+    half = gpu_half(dim)
+    codes = torch.cat((kv[..., :half] & 15, kv[..., :half] >> 4), dim=-1)[..., :dim]
+    packed = codes[..., : dim // 2] | codes[..., dim // 2 :] << 4
+    behind = kv[..., half : half + groups_of(dim) * PAIR_BYTES]
+    return half_byte_numbers(torch.cat((packed, behind), dim=-1))
+
+
+def decoded(kv: Tensor, dim: int) -> Tensor:
+    """kv [..., bytes of a head] -> [..., dim], float32."""
+    if kv.dtype == torch.uint8:
+        return _of_halves(kv, dim)
     size = kv.shape[-1] - GPU_SCALE_BYTES
     scales = kv[..., size : size + SCALE_BYTES].contiguous().view(torch.float32)
     return kv[..., :size].float() * scales
@@ -64,12 +89,14 @@ class Coded:
     @property
     def numbers(self) -> Tensor:
         """Pages of what the codes stand for."""
-        return decoded(self.kv)
+        return decoded(self.kv, self.shape.head_dim)
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize(
-    "heads", [Heads(4, 2, 64, late=True), Heads(3, 1, 12, norms=True)], ids=str
+    "heads",
+    [Heads(4, 2, 64, late=True), Heads(3, 1, 12, norms=True), Heads(2, 1, 96)],
+    ids=str,
 )
 def test_what_is_stored_is_what_a_twin_encodes(
     device: torch.device, code: torch.dtype, heads: Heads
@@ -93,7 +120,8 @@ def test_what_is_stored_is_what_a_twin_encodes(
     queries = heads.heads * heads.dim
     assert torch.equal(found.qkv[:, :queries], rows.qkv[:, :queries])
     made = rows.qkv[:, queries:].view(7, 2 * heads.kv_heads, heads.dim)
-    assert torch.equal(found.qkv[:, queries:], decoded(encoded(made, code).view(code)).flatten(1))
+    wanted = decoded(encoded(made, code).view(code), heads.dim)
+    assert torch.equal(found.qkv[:, queries:], wanted.flatten(1))
     others = [layer for layer in range(LAYERS) if layer != 1]
     same = coded.kv.view(torch.uint8) == before.view(torch.uint8)
     assert same[:, others].all(), "another layer was written"
@@ -116,7 +144,15 @@ def test_gathered_tokens_are_decoded(device: torch.device, code: torch.dtype) ->
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize(
-    "heads", [Heads(4, 2, 64), Heads(3, 1, 12, window=40), Heads(4, 1, 32, sinks=True)], ids=str
+    "heads",
+    [
+        Heads(4, 2, 64),
+        Heads(3, 1, 12, window=40),
+        Heads(4, 1, 32, sinks=True),
+        Heads(2, 1, 96),
+        Heads(2, 1, 128),
+    ],
+    ids=str,
 )
 def test_attention_over_codes_is_that_over_what_they_stand_for(
     device: torch.device, code: torch.dtype, heads: Heads
@@ -142,19 +178,19 @@ def test_attention_over_codes_is_that_over_what_they_stand_for(
 
 
 @pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
-def test_a_gpu_with_int8_pages_answers_as_a_cpu_does(
-    device: torch.device, tmp_path: Path, name: str
+def test_a_gpu_with_pages_of_codes_answers_as_a_cpu_does(
+    device: torch.device, tmp_path: Path, name: str, kv_dtype: KvDtype
 ) -> None:
     save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path)
     shape = read_architecture(tmp_path)
     model = load_model(Checkpoint(tmp_path), shape, torch.float32, "cpu", balanced=True)
-    kv = torch.zeros(
-        stored_shape(shape.pages_shape(PAGES, PAGE_SIZE), "int8", "cpu"), dtype=torch.int8
-    )
+    size = stored_shape(shape.pages_shape(PAGES, PAGE_SIZE), kv_dtype, "cpu")
+    kv = torch.zeros(size, dtype=stored_dtype(kv_dtype, torch.float32))
     source = random.Random(3)
     prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (11, 2)]
     samplings = [Sampling(), Sampling(temperature=0.9, seed=5)]
     wanted = answers(Runner(model, kv), prompts, samplings, 5)
-    runner = gpu_runner(tmp_path, str(device), PAGES, PAGE_SIZE, kv_dtype="int8")
+    runner = gpu_runner(tmp_path, str(device), PAGES, PAGE_SIZE, kv_dtype=kv_dtype)
     assert answers(runner, prompts, samplings, 5) == wanted

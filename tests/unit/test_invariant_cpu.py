@@ -19,6 +19,7 @@ from torch import Tensor
 
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
+from baton.engine.engine import stored_dtype
 from baton.engine.model import Model
 from baton.engine.model_choice import KvDtype, stored_shape
 from baton.engine.rope import Rope
@@ -37,6 +38,7 @@ from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, tok
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import AVX2, AVX512, Registers
 from baton.kernels.experts import NO_BIASES, ExpertBiases, Experts
+from baton.kernels.half_bytes import half_byte_codes
 from baton.kernels.integers import head_codes
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 from baton.kernels.routing import Routing
@@ -44,6 +46,7 @@ from baton.kernels.routing import Routing
 pytestmark = pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
 
 DTYPES = [torch.float32, torch.bfloat16]
+KV_DTYPES: list[KvDtype] = ["auto", "int8", "int4"]
 SCORING = Scoring(0.125, 4.0)
 MOST_ROWS = 256
 """Of a step."""
@@ -154,17 +157,23 @@ def test_log_probabilities() -> None:
     assert_rows_are_as_alone(lambda some: some.log_softmax(dim=-1)[:, :9], logits)
 
 
+def encoded(kv: Tensor, kv_dtype: KvDtype) -> Tensor:
+    if kv_dtype == "auto":
+        return kv
+    return head_codes(kv) if kv_dtype == "int8" else half_byte_codes(kv)
+
+
 def test_rotations_of_positions() -> None:
     rotation = Rotation(Rope("default", 1e4, 48), 64)
     positions = torch.randint(0, 100_000, (MOST_ROWS,))
     assert_rows_are_as_alone(lambda some: torch.view_as_real(rotation(some)), positions)
 
 
-@pytest.mark.parametrize("coded", [False, True], ids=["numbers", "codes"])
-def test_rotation_and_norms_of_heads(dtype: torch.dtype, coded: bool) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_rotation_and_norms_of_heads(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
     norms = tuple(RMSNorm(torch.rand(32).to(dtype), 1e-6) for _ in range(2))
     kv = torch.zeros(MOST_ROWS, 1, 2, 1, 2, 32, dtype=dtype)
-    cache = layer_caches(head_codes(kv) if coded else kv)[0]
+    cache = layer_caches(encoded(kv, kv_dtype))[0]
     turns = torch.polar(torch.ones(MOST_ROWS, 1, 16), torch.randn(MOST_ROWS, 1, 16))
 
     def rotated(rows: Tensor) -> Tensor:
@@ -185,9 +194,14 @@ class Context:
     """One sequence's queries, keys and values, the latter in pages of any size and order."""
 
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, coded: bool = False
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
-        self.length, self._coded = 700, coded
+        self.length, self._kv_dtype = 700, kv_dtype
         self.query = torch.randn(self.length, heads, head_dim).to(dtype) * 2
         self._tokens = torch.randn(self.length, 2, kv_heads, head_dim).to(dtype)
         self.sinks = 4 * torch.randn(heads)
@@ -200,7 +214,9 @@ class Context:
         for position, token in enumerate(self._tokens):
             page, offset = divmod(position, page_size)
             kv[table[page], 1, :, offset] = token.float()
-        return layer_caches(head_codes(kv) if self._coded else kv.to(self._tokens.dtype))[1], table
+        if self._kv_dtype == "auto":
+            kv = kv.to(self._tokens.dtype)
+        return layer_caches(encoded(kv, self._kv_dtype))[1], table
 
     def whole(self, window: int | None) -> Tensor:
         cache, table = self.pages(16)
@@ -233,14 +249,18 @@ def test_attention(shape: tuple[int, int, int], window: int | None, dtype: torch
 
 
 @pytest.mark.parametrize("window", [None, 60])
-def test_attention_over_codes(window: int | None, dtype: torch.dtype) -> None:
-    assert_attention_is_as_alone((9, 3, 64), window, dtype, coded=True)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+def test_attention_over_codes(kv_dtype: KvDtype, window: int | None, dtype: torch.dtype) -> None:
+    assert_attention_is_as_alone((9, 3, 64), window, dtype, kv_dtype)
 
 
 def assert_attention_is_as_alone(
-    shape: tuple[int, int, int], window: int | None, dtype: torch.dtype, *, coded: bool = False
+    shape: tuple[int, int, int],
+    window: int | None,
+    dtype: torch.dtype,
+    kv_dtype: KvDtype = "auto",
 ) -> None:
-    context = Context(*shape, dtype, coded)
+    context = Context(*shape, dtype, kv_dtype)
     wanted = context.whole(window)
     assert wanted.isfinite().all()
     source = random.Random(0)
@@ -274,8 +294,7 @@ class Steps:
         self._model, self._page_size = model, page_size
         size = stored_shape(shape.pages_shape(900, page_size), kv_dtype, "cpu")
         self._tables = len(shape.slices.windows)
-        stored = dtype if kv_dtype == "auto" else torch.int8
-        self._runner = Runner(model, torch.zeros(size, dtype=stored))
+        self._runner = Runner(model, torch.zeros(size, dtype=stored_dtype(kv_dtype, dtype)))
         self._pages = random.Random(page_size).sample(range(900), 900)
 
     @property
@@ -302,9 +321,9 @@ class Steps:
 def test_vectors_of_other_cpus(dtype: torch.dtype) -> None:
     test_products(64, 70, dtype)
     test_gated_products(dtype)
-    for coded in (False, True):
-        test_rotation_and_norms_of_heads(dtype, coded)
-        assert_attention_is_as_alone((6, 2, 48), 60, dtype, coded=coded)
+    for kv_dtype in KV_DTYPES:
+        test_rotation_and_norms_of_heads(dtype, kv_dtype)
+        assert_attention_is_as_alone((6, 2, 48), 60, dtype, kv_dtype)
 
 
 @pytest.mark.parametrize(
@@ -314,8 +333,8 @@ def test_attention_on_tile_registers(
     shape: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with emulated_tiles(monkeypatch):
-        for coded in (False, True):
-            assert_attention_is_as_alone(shape, window, torch.bfloat16, coded=coded)
+        for kv_dtype in KV_DTYPES:
+            assert_attention_is_as_alone(shape, window, torch.bfloat16, kv_dtype)
 
 
 def test_products_on_tile_registers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,9 +361,12 @@ def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert_steps_are_as_alone(name, dtype, tmp_path)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
 @pytest.mark.parametrize("name", ["llama-biases", "gemma3", "gpt-oss"])
-def test_whole_models_over_codes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    assert_steps_are_as_alone(name, dtype, tmp_path, "int8")
+def test_whole_models_over_codes(
+    name: str, kv_dtype: KvDtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    assert_steps_are_as_alone(name, dtype, tmp_path, kv_dtype)
 
 
 def assert_steps_are_as_alone(

@@ -1,5 +1,4 @@
-"""Keys and values as int8 codes: what is stored and read, whole models, pools, and what is
-refused."""
+"""Keys and values as codes: what is stored and read, whole models, pools, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from baton.cluster.preflight import prepare
 from baton.core.config import parse
 from baton.core.errors import InvalidConfig
 from baton.engine.engine import Engine
+from baton.engine.model_choice import KvDtype, stored_shape
 from baton.kernels.attention import (
     ChunkReads,
     DecodeReads,
@@ -28,6 +28,8 @@ from baton.kernels.attention import (
 )
 from baton.kernels.cache import layer_caches, rotate_and_write_, token_rows, write_
 from baton.kernels.cpu import compiler
+from baton.kernels.half_bytes import half_byte_codes, half_byte_numbers
+from baton.kernels.head_sizes import gpu_stored_bytes, head_dim_of, stored_bytes
 from baton.kernels.integers import head_codes, head_numbers
 from baton.kernels.linear import RMSNorm
 from baton.kv_transfer.pool_layout import HeadRange, describe_mismatch, links
@@ -35,6 +37,10 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolShard
 from baton.worker.backend import pool_layout, pool_memory
 
 DTYPES = [torch.float32, torch.bfloat16]
+STORED = [torch.int8, torch.uint8]
+"""Of pages in int8 and int4."""
+
+KV_DTYPES: dict[torch.dtype, KvDtype] = {torch.int8: "int8", torch.uint8: "int4"}
 PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 6, 70)]
 MODELS = ["llama-biases", "qwen3", "gemma2", "gemma3", "gpt-oss"]
 SHAPES = [(9, 3, 64, 16), (4, 4, 8, 5), (14, 2, 96, 32), (6, 1, 12, 1)]
@@ -51,15 +57,53 @@ def test_a_heads_greatest_number_has_the_greatest_code() -> None:
     assert not head_numbers(found)[1].any()
 
 
+def encode(heads: Tensor, stored: torch.dtype) -> Tensor:
+    return head_codes(heads) if stored == torch.int8 else half_byte_codes(heads)
+
+
+def decode(codes: Tensor) -> Tensor:
+    return head_numbers(codes) if codes.dtype == torch.int8 else half_byte_numbers(codes)
+
+
+def test_a_group_of_int4_has_its_least_and_greatest_numbers_at_its_ends() -> None:
+    heads = torch.linspace(-1.0, 3.0, 16).repeat(2)
+    heads[16:] *= -2.0
+    found = half_byte_codes(heads)
+    assert found.shape == (24,)
+    assert found[:16].tolist() == [at | (15 - at) << 4 for at in range(16)]
+    scales_and_middles = found[16:].view(torch.bfloat16).float()
+    assert scales_and_middles.tolist() == pytest.approx([4 / 15, 1.0, 8 / 15, -2.0], rel=2**-8)
+    torch.testing.assert_close(half_byte_numbers(found), heads, atol=0.02, rtol=0.0)
+
+
+def test_a_number_of_int4_is_off_by_half_a_step_of_its_group() -> None:
+    heads = torch.randn(100, 3, 80) * torch.logspace(-6, 6, 100)[:, None, None]
+    groups = heads.unflatten(-1, (-1, 16))
+    steps = (groups.amax(dim=-1, keepdim=True) - groups.amin(dim=-1, keepdim=True)) / 15
+    numbers = half_byte_numbers(half_byte_codes(heads)).unflatten(-1, (-1, 16))
+    assert ((numbers - groups).abs() <= 0.56 * steps).all()  # rounded to bfloat16, both
+    zeros = half_byte_numbers(half_byte_codes(torch.zeros(2, 8)))
+    assert (zeros.abs() < 1e-30).all()
+
+
+def test_the_bytes_of_a_head_tell_its_size() -> None:
+    for size in range(4, 520, 4):
+        assert head_dim_of(stored_bytes(size)) == size
+        assert stored_bytes(size) <= gpu_stored_bytes(size)
+    assert (stored_bytes(64), stored_bytes(128)) == (48, 96)
+
+
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiled_code_stores_the_bits_of_torchs(
-    shape: tuple[int, int, int, int], dtype: torch.dtype
+    shape: tuple[int, int, int, int], dtype: torch.dtype, stored: torch.dtype
 ) -> None:
     heads, kv_heads, head_dim, page_size = shape
     norms = tuple(RMSNorm(torch.rand(head_dim).to(dtype), 1e-6) for _ in range(2))
     for rows in (1, 40):
-        kv = torch.zeros(50, 2, 2, page_size, kv_heads, head_dim + 4, dtype=torch.int8)
+        size = stored_shape((50, 2, 2, page_size, kv_heads, head_dim), KV_DTYPES[stored], "cpu")
+        kv = torch.zeros(size, dtype=stored)
         qkv, again = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype), kv.clone()
         qkv[-1, heads + kv_heads :] = 0.0
         angles = torch.randn(rows, 1, head_dim // 2)
@@ -76,13 +120,15 @@ def test_compiled_code_stores_the_bits_of_torchs(
 class Codes:
     """Queries of three sequences, and pages of two layers, of which the second is read."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, stored: torch.dtype
+    ) -> None:
         heads, kv_heads, head_dim, self._page_size = shape
         width = 600 // self._page_size + 1
         self.query = (2 * torch.randn(3, heads, head_dim)).to(dtype)
         numbers = torch.randn(3 * width, 2, 2, self._page_size, kv_heads, head_dim)
         # Scales of tokens and heads differ.
-        self.kv = head_codes(numbers * torch.rand(*numbers.shape[:-1], 1) * 2)
+        self.kv = encode(numbers * torch.rand(*numbers.shape[:-1], 1) * 2, stored)
         self._tables = torch.randperm(3 * width).view(3, -1)
 
     def attend(self, query: Tensor, kv: Tensor, scoring: Scoring, sinks: Tensor) -> Tensor:
@@ -96,64 +142,76 @@ class Codes:
         return torch.stack(found)
 
 
-def assert_reads_numbers(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    pages, sinks = Codes(shape, dtype), torch.linspace(-3.0, 5.0, shape[0])
+def assert_reads_numbers(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    pages, sinks = Codes(shape, dtype, stored), torch.linspace(-3.0, 5.0, shape[0])
     for scoring in (Scoring(0.125), Scoring(0.3, 5.0)):
         found = pages.attend(pages.query, pages.kv, scoring, sinks)
-        numbers = head_numbers(pages.kv).double()
+        numbers = decode(pages.kv).double()
         wanted = pages.attend(pages.query.double(), numbers, scoring, sinks)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_is_of_the_numbers_that_codes_stand_for(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert_reads_numbers(shape, dtype)
+    assert_reads_numbers(shape, dtype, stored)
     monkeypatch.setattr(compiler, "available", lambda: False)
-    assert_reads_numbers(shape, dtype)
+    assert_reads_numbers(shape, dtype, stored)
 
 
 @pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("shape", [(9, 3, 64, 16), (33, 1, 32, 5)])
 def test_attention_on_tile_registers(
-    shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int, int], stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with emulated_tiles(monkeypatch):
-        assert_reads_numbers(shape, torch.bfloat16)
+        assert_reads_numbers(shape, torch.bfloat16, stored)
 
 
-@pytest.fixture
-def _rounding_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=STORED)
+def rounding_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KvDtype:
     """transformers' cache keeps what codes stand for."""
     update = Cache.update
 
     def rounding(self: Cache, keys: Tensor, values: Tensor, *more: Any, **others: Any) -> Any:
-        keys, values = (head_numbers(head_codes(each)) for each in (keys, values))
+        keys, values = (decode(encode(each, request.param)) for each in (keys, values))
         return update(self, keys, values, *more, **others)
 
     monkeypatch.setattr(Cache, "update", rounding)
+    return KV_DTYPES[request.param]
 
 
-@pytest.mark.usefixtures("_rounding_cache")
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_are_transformers_with_the_same_codes(name: str, tmp_path: Path) -> None:
+def test_answers_are_transformers_with_the_same_codes(
+    name: str, rounding_cache: KvDtype, tmp_path: Path
+) -> None:
     oracle = save(TINY_MODELS[name], tmp_path)
-    answers = serve(load(tmp_path, kv_dtype="int8"), PROMPTS, 12, chunk=16)
+    answers = serve(load(tmp_path, kv_dtype=rounding_cache), PROMPTS, 12, chunk=16)
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2-moe"])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("llama", "int8"), ("gemma3", "int8"), ("qwen2-moe", "int8"), ("gemma3", "int4")],
+)
 def test_answers_do_not_depend_on_company(
-    name: str, quantization: str, dtype: str, tmp_path: Path
+    name: str, kv_dtype: str, quantization: str, dtype: str, tmp_path: Path
 ) -> None:
     """Nor on sizes of pages and chunks: all read what was stored."""
     save(TINY_MODELS[name], tmp_path)
-    options = {"dtype": dtype, "quantization": quantization, "kv_dtype": "int8"}
+    options = {"dtype": dtype, "quantization": quantization, "kv_dtype": kv_dtype}
     together = serve(load(tmp_path, 4, **options), PROMPTS, 12, chunk=7)
     engine = load(tmp_path, **options)
     assert together == [answer(engine, each, 12) for each in PROMPTS]
@@ -165,13 +223,24 @@ def test_pages_are_a_quarter_or_half_as_large_and_scales(tmp_path: Path) -> None
         plain, codes = load(tmp_path, dtype=dtype), load(tmp_path, dtype=dtype, kv_dtype="int8")
         assert codes.kv[0].nbytes * 32 * size == plain.kv[0].nbytes * (32 + 4)
         assert codes.pool.total == KV_MEMORY // codes.kv[0].nbytes > 1.7 * plain.pool.total
+        halves = load(tmp_path, dtype=dtype, kv_dtype="int4")
+        assert halves.kv[0].nbytes * 32 * size == plain.kv[0].nbytes * (16 + 2 * 4)
+        assert halves.pool.total > 1.4 * codes.pool.total
 
 
 def test_pools_of_other_codes_or_numbers_are_no_peers(tmp_path: Path) -> None:
     save(TINY_MODELS["llama"], tmp_path)
-    plain, codes, others = (
+    plain, codes, others, halves = (
         pool_layout(load(tmp_path, dtype=dtype, kv_dtype=kv_dtype))
-        for dtype, kv_dtype in (("float32", "auto"), ("float32", "int8"), ("bfloat16", "int8"))
+        for dtype, kv_dtype in (
+            ("float32", "auto"),
+            ("float32", "int8"),
+            ("bfloat16", "int8"),
+            ("float32", "int4"),
+        )
+    )
+    assert describe_mismatch(codes, halves) == (
+        "dtype is 'int8 from float32' here and 'int4 from float32' there"
     )
     assert describe_mismatch(plain, codes) == (
         "dtype is 'float32' here and 'int8 from float32' there"
@@ -200,11 +269,12 @@ def pushed(source: Engine, ranks: list[Engine]) -> None:
         there[:, :, link.part.remote_offset :] = here[:, :, start:end]
 
 
-def test_ranks_take_over_the_codes_of_their_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES.values())
+def test_ranks_take_over_the_codes_of_their_heads(kv_dtype: KvDtype, tmp_path: Path) -> None:
     """What one rank prefilled, two continue."""
     save(TINY_MODELS["llama"], tmp_path / "model")
-    whole, prompt = load(tmp_path / "model", kv_dtype="int8"), PROMPTS[2]
-    with split_engine(tmp_path / "model", 2, tmp_path, kv_dtype="int8") as split:
+    whole, prompt = load(tmp_path / "model", kv_dtype=kv_dtype), PROMPTS[2]
+    with split_engine(tmp_path / "model", 2, tmp_path, kv_dtype=kv_dtype) as split:
         ranks = [split.engine, *split.others]
         assert split.engine.fingerprint == whole.fingerprint
         assert pool_layout(split.engine) == pool_layout(whole)
@@ -234,12 +304,18 @@ def test_models_through_transformers_keep_their_dtype(tmp_path: Path) -> None:
         (
             "llama",
             {"kv_dtype": "fp8", "device": "cpu"},
-            "CPUs have int8 pages, not fp8; kv_dtype is fp8",
+            "CPUs have int8 or int4 pages, not fp8; kv_dtype is fp8",
         ),
         ("llama", {"engine": "transformers"}, "through transformers has pages of its own dtype"),
         ("deepseek-v3", {}, "pages of latents are not quantized yet"),
+        ("deepseek-v3", {"kv_dtype": "int4"}, "latents are not quantized yet; kv_dtype is int4"),
         ("llama-odd", {}, "heads of 6 numbers, no multiple of 4, are not quantized"),
         ("llama", {"decode": {"kv_memory": 512}}, "holds no page: one takes 6144"),
+        (
+            "llama",
+            {"decode": {"kv_memory": 512}, "kv_dtype": "int4"},
+            "holds no page: one takes 3840",
+        ),
     ],
 )
 def test_what_codes_do_not_go_with_is_refused_before_the_start(

@@ -27,7 +27,11 @@ ANSWER = 8
 LARGE = 1200
 SMALL = {"llama": 24, "mistral-window": 12, "qwen2-layer-types": 40}
 """Pages of pools: for everything; and by model, for the two longest requests."""
-PAGES: list[tuple[str, KvDtype]] = [*((name, "auto") for name in SMALL), ("llama", "int8")]
+PAGES: list[tuple[str, KvDtype]] = [
+    *((name, "auto") for name in SMALL),
+    ("llama", "int8"),
+    ("llama", "int4"),
+]
 WAKE_SECONDS = 10.0
 
 
