@@ -238,7 +238,7 @@ Baton serves {", ".join(map(model_store.model_name, models))}.
 
 
 def _engine_note(config: Config) -> str:
-    """What a model costs that has no native engine, in one line."""
+    """What a model costs that has no native engine, or pages in int4, in one line."""
     note = preflight.engine_note(config)
     return f"{note}\n" if note else ""
 

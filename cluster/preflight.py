@@ -31,6 +31,7 @@ from baton.engine.model_choice import (
     check_kv_dtype,
     check_quantization,
     describe_fallback,
+    describe_pages,
     model_type,
     read_model,
     stored_shape,
@@ -130,10 +131,10 @@ def _check_embedding_model(config: Config) -> str:
 
 
 def engine_note(config: Config) -> str:
-    """What the fallback engine costs, in one line; empty where a model runs natively."""
+    """What the fallback engine or pages in int4 cost, in one line; empty without both."""
     folder = model_store.locate(config.model, weights=False)
     if not uses_fallback(folder, config.engine):
-        return ""
+        return describe_pages(config.kv_dtype)
     return describe_fallback(model_type(folder))
 
 

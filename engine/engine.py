@@ -40,6 +40,7 @@ from baton.engine.model_choice import (
     check_kv_dtype,
     check_quantization,
     describe_fallback,
+    describe_pages,
     part_of,
     read_model,
     stored_shape,
@@ -152,6 +153,8 @@ class Engine:
         kind = _dtype(dtype)
         check_quantization(quantization, architecture, device, str(kind).removeprefix("torch."))
         check_kv_dtype(kv_dtype, architecture, device)
+        if note := describe_pages(kv_dtype):
+            log.warning("%s", note)
         empty = partial(_empty_pages, part, page_size, kind, kv_dtype, device)
         page_bytes = empty(1, "meta").nbytes * split.size
         least = page_bytes * len(architecture.slices.windows)

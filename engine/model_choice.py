@@ -144,6 +144,13 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
     raise InvalidConfig(f"{obstacle}; kv_dtype is {kv_dtype}", field="kv_dtype")
 
 
+def describe_pages(kv_dtype: KvDtype) -> str:
+    """What pages of four bits cost, in one line; empty for others."""
+    if kv_dtype != "int4":
+        return ""
+    return "int4 pages change answers: `baton doctor --quality` shows how much (docs/MODELS.md)"
+
+
 def stored_shape(shape: tuple[int, ...], kv_dtype: KvDtype, device: str) -> tuple[int, ...]:
     """Of numbers [..., dim] in memory of that dtype: behind a head's codes are their scales."""
     if kv_dtype == "auto":

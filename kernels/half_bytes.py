@@ -45,17 +45,17 @@ def half_byte_codes(heads: Tensor) -> Tensor:
 def half_byte_numbers(stored: Tensor) -> Tensor:
     """What `half_byte_codes` stand for, [..., head_dim], float32."""
     size = head_dim_of(stored.shape[-1])
-    packed, behind = stored.split([size // 2, stored.shape[-1] - size // 2], dim=-1)
+    packed, behind = stored[..., : size // 2], stored[..., size // 2 :]
     codes = torch.cat((packed & 15, packed >> 4), dim=-1)
-    pairs = behind.contiguous().view(torch.bfloat16).unflatten(-1, (-1, 2))
-    scales, middles = (_spread(pairs[..., each], size) for each in (0, 1))
+    pairs = behind.contiguous().view(torch.bfloat16)
+    scales, middles = (_spread(pairs[..., each::2], size) for each in (0, 1))
     return (codes - CENTER) * scales + middles
 
 
 def _of_groups(numbers: Tensor) -> Tensor:
     """The greatest of each group: [..., head_dim] -> [..., groups]."""
     filled = functional.pad(numbers, (0, -numbers.shape[-1] % GROUP), value=-torch.inf)
-    return filled.unflatten(-1, (-1, GROUP)).amax(dim=-1)
+    return filled.reshape(*filled.shape[:-1], -1, GROUP).amax(dim=-1)
 
 
 def _spread(groups: Tensor, size: int) -> Tensor:

@@ -210,7 +210,9 @@ def _chunk(
             column = columns[number][None, :]
             result = sums[number] * (1.0 / total)[:, None]
             mask = mine & (column < DIM)
-            tl.store(out_pointer + out_at + column, result.to(query[0].dtype), mask=mask)
+            tl.store(
+                out_pointer + out_at + column, result.to(out_pointer.dtype.element_ty), mask=mask
+            )
 
 
 BLOCK_TOKENS = 16

@@ -153,7 +153,7 @@ def _decode_half(
     n: tl.constexpr = codes.shape[0]
     half: tl.constexpr = codes.shape[1]
     groups: tl.constexpr = half // GROUP
-    group = FIRST // GROUP + tl.arange(0, groups)[None, :]
+    group = tl.arange(0, groups)[None, :] + FIRST // GROUP
     mask = there[:, None] & (group < tl.cdiv(DIM, GROUP))
     words = tl.load(words_pointer[:, None] + group, mask=mask, other=0)
     scales = (words << 16).to(tl.float32, bitcast=True)[:, :, None]
@@ -161,8 +161,8 @@ def _decode_half(
     steps = tl.reshape(codes, (n, groups, GROUP)).to(tl.float32) - CENTER
     numbers = tl.reshape(steps * scales + middles, (n, half)).to(DTYPE)
     if FIRST + half > DIM:
-        inside = (FIRST + tl.arange(0, half) < DIM)[None, :]
-        numbers = tl.where(inside, numbers, 0.0)
+        column = tl.arange(0, half)[None, :] + FIRST
+        numbers = tl.where(column < DIM, numbers, 0.0)
     return numbers
 
 

@@ -214,7 +214,7 @@ def _gather_codes(
         inside = there[:, None] & (dim < DIM)[None, :]
         codes = tl.load(rows[:, None] + dim[None, :], mask=inside, other=0.0)
         scales = tl.load(scales_at(rows + DIM), mask=there, other=0.0)
-        blocks = (decode(codes, scales[:, None], dtype),)  # type: ignore[assignment]
+        blocks = (decode(codes, scales[:, None], dtype),)
     wide = token.to(tl.int64)[:, None]
     for number in tl.static_range(len(blocks)):
         dim = number * (BLOCK // 2) + tl.arange(0, BLOCK // len(blocks))
@@ -326,5 +326,5 @@ def load_tile(
             at = scales_at(spots + value_offset + DIM)
             value = decode(value, tl.load(at, mask=there, other=0.0)[:, None], DTYPE)
         keys += (key,)  # type: ignore[assignment]
-        values += (value,)  # type: ignore[assignment]
+        values += (value,)
     return keys, values, token

@@ -14,7 +14,7 @@ from tiny_models import TINY_MODELS, choices_of_transformers, save
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from baton.cluster.preflight import prepare
+from baton.cluster.preflight import engine_note, prepare
 from baton.core.config import parse
 from baton.core.errors import InvalidConfig
 from baton.engine.engine import Engine
@@ -42,6 +42,7 @@ STORED = [torch.int8, torch.uint8]
 
 KV_DTYPES: dict[torch.dtype, KvDtype] = {torch.int8: "int8", torch.uint8: "int4"}
 PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 6, 70)]
+CHOICES: list[KvDtype] = ["auto", "int8", "int4"]
 MODELS = ["llama-biases", "qwen3", "gemma2", "gemma3", "gpt-oss"]
 SHAPES = [(9, 3, 64, 16), (4, 4, 8, 5), (14, 2, 96, 32), (6, 1, 12, 1)]
 """(heads, key heads, head_dim, page_size)"""
@@ -143,12 +144,16 @@ class Codes:
 
 
 def assert_reads_numbers(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, stored: torch.dtype
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    operand: torch.dtype = torch.float32,
 ) -> None:
+    """`operand`: what numbers are rounded to before they are multiplied."""
     pages, sinks = Codes(shape, dtype, stored), torch.linspace(-3.0, 5.0, shape[0])
     for scoring in (Scoring(0.125), Scoring(0.3, 5.0)):
         found = pages.attend(pages.query, pages.kv, scoring, sinks)
-        numbers = decode(pages.kv).double()
+        numbers = decode(pages.kv).to(operand).double()
         wanted = pages.attend(pages.query.double(), numbers, scoring, sinks)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
@@ -175,7 +180,8 @@ def test_attention_on_tile_registers(
     shape: tuple[int, int, int, int], stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with emulated_tiles(monkeypatch):
-        assert_reads_numbers(shape, torch.bfloat16, stored)
+        operand = torch.float32 if stored == torch.int8 else torch.bfloat16
+        assert_reads_numbers(shape, torch.bfloat16, stored, operand)
 
 
 @pytest.fixture(params=STORED)
@@ -326,3 +332,15 @@ def test_what_codes_do_not_go_with_is_refused_before_the_start(
     config = parse({"model": str(tmp_path), "kv_dtype": "int8", **changes})
     with pytest.raises(InvalidConfig, match=message):
         prepare(config)
+
+
+def test_int4_warns_before_the_start_and_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    notes = [engine_note(parse({"model": str(tmp_path), "kv_dtype": each})) for each in CHOICES]
+    assert notes[:2] == ["", ""]
+    assert "int4 pages change answers" in notes[2]
+    for each in CHOICES:
+        load(tmp_path, kv_dtype=each)
+        assert (notes[2] in caplog.text) == (each == "int4")
