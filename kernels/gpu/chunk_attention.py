@@ -208,11 +208,8 @@ def _chunk(
         out_at = (first_row + member)[:, None] * (HEADS * DIM) + head * DIM
         for number in tl.static_range(len(columns)):
             column = columns[number][None, :]
-            result = sums[number] * (1.0 / total)[:, None]
-            mask = mine & (column < DIM)
-            tl.store(
-                out_pointer + out_at + column, result.to(out_pointer.dtype.element_ty), mask=mask
-            )
+            result = (sums[number] * (1.0 / total)[:, None]).to(out_pointer.dtype.element_ty)
+            tl.store(out_pointer + out_at + column, result, mask=mine & (column < DIM))
 
 
 BLOCK_TOKENS = 16
