@@ -69,14 +69,15 @@ def test_tokens_of_a_quantized_checkpoint_equal_transformers(
         cluster.wait_idle()
 
 
-def test_tokens_over_pages_of_codes_are_those_of_one_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_tokens_over_pages_of_codes_are_those_of_one_engine(kv_dtype: str, tmp_path: Path) -> None:
     """Through prefill, transfer and decode, with pages of windows and without, found again in
     both caches, and after the decode worker was lost."""
     save(TINY_MODELS["gemma2"], tmp_path / "model")
-    engine = load(tmp_path / "model", kv_dtype="int8")
+    engine = load(tmp_path / "model", kv_dtype=kv_dtype)
     expected = [answer(engine, prompt, ANSWER) for prompt in prompts(0)]
     tree: dict[str, object] = {
-        "kv_dtype": "int8",
+        "kv_dtype": kv_dtype,
         "page_size": 4,
         "cache": {"host_memory": "1MiB"},
         "prefill": {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1},
@@ -85,7 +86,7 @@ def test_tokens_over_pages_of_codes_are_those_of_one_engine(tmp_path: Path) -> N
     with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
         for _ in range(2):
             assert ask(cluster, prompts(0)) == expected
-        assert {worker.kv_dtype for worker in cluster.wait_idle()} == {"int8"}
+        assert {worker.kv_dtype for worker in cluster.wait_idle()} == {kv_dtype}
         cluster.workers["decode-0"].kill()
         cluster.restart("decode-0")
         assert ask(cluster, prompts(0)) == expected

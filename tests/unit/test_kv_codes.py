@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from baton.cluster.preflight import engine_note, prepare
 from baton.core.config import parse
 from baton.core.errors import InvalidConfig
+from baton.engine import engine as engines
 from baton.engine.engine import Engine
 from baton.engine.model_choice import KvDtype, stored_shape
 from baton.kernels.attention import (
@@ -183,16 +184,34 @@ def test_attention_on_tile_registers(
         assert_reads_numbers(shape, torch.bfloat16, stored)
 
 
+def in_pairs(keys: Tensor) -> Tensor:
+    """transformers' keys in our order: numbers that are rotated into each other are neighbours."""
+    return torch.stack(keys.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+
+def apart(keys: Tensor) -> Tensor:
+    """The opposite."""
+    return torch.cat((keys[..., ::2], keys[..., 1::2]), dim=-1)
+
+
 @pytest.fixture(params=STORED)
 def rounding_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KvDtype:
     """transformers' cache keeps what codes stand for."""
     update = Cache.update
 
     def rounding(self: Cache, keys: Tensor, values: Tensor, *more: Any, **others: Any) -> Any:
-        keys, values = (decode(encode(each, request.param)) for each in (keys, values))
+        values = decode(encode(values, request.param))
+        keys = apart(decode(encode(in_pairs(keys), request.param)))
         return update(self, keys, values, *more, **others)
 
     monkeypatch.setattr(Cache, "update", rounding)
+    if request.param == torch.uint8:  # other factors of keys are other codes, and far apart
+        plain = engines.load_model
+
+        def unbalanced(*given: Any, **options: Any) -> Any:
+            return plain(*given, **options | {"balanced": False})
+
+        monkeypatch.setattr(engines, "load_model", unbalanced)
     return KV_DTYPES[request.param]
 
 

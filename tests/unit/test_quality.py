@@ -109,7 +109,7 @@ def exams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exams]:
         ({"quantization": "int8"}, MOST_PERPLEXITY, LEAST_AGREEMENT),
         ({"kv_dtype": "int8"}, 0.003, LEAST_AGREEMENT),
         # So few bits are for those who ask for them.
-        ({"kv_dtype": "int4"}, 0.06, 0.87),
+        ({"kv_dtype": "int4"}, 0.09, 0.86),
         # This model was published in 4 bits; others lose more: docs/MODELS.md.
         ({"quantization": "int4"}, 0.003, LEAST_AGREEMENT),
         # What doctor asks for is beyond it in so small a model.
