@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--skip-transformers", action="store_true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none")
-    parser.add_argument("--kv-dtype", choices=["auto", "int8"], default="auto")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8", "int4"], default="auto")
     parser.add_argument("--repeats", type=int, default=1, help="the best of so many is shown")
     parser.add_argument(
         "--cpu-time", action="store_true", help="of all threads, where others use the cores too"

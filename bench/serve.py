@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
     parser.add_argument("--repeats", type=int, default=3, help="of each row; 0: the transfer alone")
-    parser.add_argument("--kv-dtype", choices=["auto", "int8"], default="auto")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8", "int4"], default="auto")
     options = parser.parse_args()
     config = Config(
         model=options.model,
