@@ -139,6 +139,8 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
         obstacle = "pages of latents are not quantized yet"
     elif model.head_dim % SCALE_BYTES:
         obstacle = f"heads of {model.head_dim} numbers, no multiple of 4, are not quantized"
+    elif kv_dtype == "int4" and model.head_dim % 8:  # vectors of codes would not be whole
+        obstacle = f"heads of {model.head_dim} numbers, no multiple of 8, are not kept in int4"
     else:
         return
     raise InvalidConfig(f"{obstacle}; kv_dtype is {kv_dtype}", field="kv_dtype")

@@ -37,6 +37,9 @@ FIRST, END = map(int, os.environ.get("BATON_TOGETHER_SEEDS", "0:4").split(":"))
 FAMILIES = ["gpt-oss", "deepseek-v2", "gemma3", "olmo2", "qwen2-moe", "phi3-partial", "llama"]
 FAMILIES += ["deepseek-v3", "mistral-window", "granite", "qwen3-moe", "gemma2", "dots1", "smollm3"]
 ONE_KEY_HEAD = ("gemma3",)
+WHOLE_INT4 = [name for name in FAMILIES if TINY_MODELS[name].settings.get("head_dim") == 16]
+"""Those whose heads are a multiple of 8."""
+
 QUANTIZED = {"llama": "gptq", "deepseek-v3": "fp8"}
 EVENTS = ["the decode worker is lost", "the prefill worker is lost", "a role switch"]
 ANSWER = 40
@@ -80,6 +83,8 @@ class Drawn:
         if draw.random() < 0.7 and "deepseek" not in family:
             requests = [(*each[:2], "lora" * draw.randrange(2)) for each in requests]
         coded = draw.choice(["int8", "int4", "auto"])
+        if coded == "int4" and family not in WHOLE_INT4:
+            coded = "int8"
         tree["kv_dtype"] = "auto" if split or "deepseek" in family else coded
         return cls(family, quantized, event, tree, split, requests)
 

@@ -372,7 +372,8 @@ def test_whole_models_over_codes(
 def assert_steps_are_as_alone(
     name: str, dtype: torch.dtype, folder: Path, kv_dtype: KvDtype = "auto"
 ) -> None:
-    save(TINY_MODELS[name], folder)
+    whole = {"head_dim": 24} if kv_dtype == "int4" and name == "llama-biases" else {}
+    save(TINY_MODELS[name].changed(**whole), folder)
     model = load_model(Checkpoint(folder), read_architecture(folder), dtype, "cpu")
     steps = Steps(model, 16, dtype, kv_dtype)
     (wanted,) = steps.logits(steps.chunk(1, 0, PROMPT))

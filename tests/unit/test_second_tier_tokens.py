@@ -60,7 +60,8 @@ class Oracle:
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp("tiny")
     name, kv_dtype = request.param
-    model = save(TINY_MODELS[name], folder)
+    whole_codes = {"head_dim": 16} if kv_dtype == "int4" else {}
+    model = save(TINY_MODELS[name].changed(**whole_codes), folder)
     engine = Engine.load(folder, page_size=PAGE, kv_memory=1 << 20, kv_dtype=kv_dtype)
     if kv_dtype == "auto":
         answers = [generate_with_transformers(model, each, ANSWER) for each in prompts()]
