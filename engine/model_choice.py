@@ -24,6 +24,9 @@ WeightQuantization = Literal["none", "int8", "int4", "fp8"]
 KvDtype = Literal["auto", "int8", "int4", "fp8"]
 """Of keys and values in pages; auto: the model's."""
 
+GPU_INT4_HEAD = 128
+"""Larger heads in int4 are not yet known to have the same bits in every kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class FallbackArchitecture:
@@ -141,6 +144,8 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
         obstacle = f"heads of {model.head_dim} numbers, no multiple of 4, are not quantized"
     elif kv_dtype == "int4" and model.head_dim % 8:  # vectors of codes would not be whole
         obstacle = f"heads of {model.head_dim} numbers, no multiple of 8, are not kept in int4"
+    elif kv_dtype == "int4" and model.head_dim > GPU_INT4_HEAD and device.startswith("cuda"):
+        obstacle = f"GPUs have no int4 pages of heads above {GPU_INT4_HEAD} numbers yet"
     else:
         return
     raise InvalidConfig(f"{obstacle}; kv_dtype is {kv_dtype}", field="kv_dtype")

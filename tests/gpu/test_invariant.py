@@ -226,7 +226,6 @@ CASES = {
         ("llama-8b", torch.bfloat16, "int8", "auto"),
         ("gemma2", torch.bfloat16, "int8", "int8"),
         *((name, torch.bfloat16, "none", "int8") for name in ("small", "llama-8b", "gpt-oss")),
-        ("gemma2", torch.bfloat16, "int8", "int4"),
         *((name, torch.bfloat16, "none", "int4") for name in ("small", "llama-8b", "gpt-oss")),
         ("phi3", torch.bfloat16, "none", "int4"),
         *((name, torch.bfloat16, "none", "fp8") for name in ("llama-8b", "qwen3-moe", "gemma3")),

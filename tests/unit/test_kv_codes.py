@@ -336,6 +336,11 @@ def test_models_through_transformers_keep_their_dtype(tmp_path: Path) -> None:
         ("deepseek-v3", {"kv_dtype": "int4"}, "latents are not quantized yet; kv_dtype is int4"),
         ("llama-odd", {}, "heads of 6 numbers, no multiple of 4, are not quantized"),
         ("llama", {"decode": {"kv_memory": 512}}, "holds no page: one takes 6144"),
+        (
+            "gemma3",
+            {"kv_dtype": "int4", "device": "cuda"},
+            "GPUs have no int4 pages of heads above 128 numbers yet; kv_dtype is int4",
+        ),
         ("llama", {"kv_dtype": "int4"}, "heads of 12 numbers, no multiple of 8, are not kept in"),
         (
             "llama-head-dim",
