@@ -37,8 +37,8 @@ FIRST, END = map(int, os.environ.get("BATON_TOGETHER_SEEDS", "0:4").split(":"))
 FAMILIES = ["gpt-oss", "deepseek-v2", "gemma3", "olmo2", "qwen2-moe", "phi3-partial", "llama"]
 FAMILIES += ["deepseek-v3", "mistral-window", "granite", "qwen3-moe", "gemma2", "dots1", "smollm3"]
 ONE_KEY_HEAD = ("gemma3",)
-WHOLE_INT4 = [name for name in FAMILIES if TINY_MODELS[name].settings.get("head_dim") == 16]
-"""Those whose heads are a multiple of 8."""
+INT4 = ["gpt-oss", "gemma3", "qwen3-moe", "gemma2"]
+"""Families whose heads, a multiple of 8, may be kept so."""
 
 QUANTIZED = {"llama": "gptq", "deepseek-v3": "fp8"}
 EVENTS = ["the decode worker is lost", "the prefill worker is lost", "a role switch"]
@@ -82,9 +82,7 @@ class Drawn:
         tree["quantization"] = draw.choice(["int8", "none", "int4"]) if not split else "none"
         if draw.random() < 0.7 and "deepseek" not in family:
             requests = [(*each[:2], "lora" * draw.randrange(2)) for each in requests]
-        coded = draw.choice(["int8", "int4", "auto"])
-        if coded == "int4" and family not in WHOLE_INT4:
-            coded = "int8"
+        coded = draw.choice(["int4" if family in INT4 else "int8", "int8", "auto"])
         tree["kv_dtype"] = "auto" if split or "deepseek" in family else coded
         return cls(family, quantized, event, tree, split, requests)
 
