@@ -36,11 +36,10 @@ from baton.engine.model_choice import (
     FallbackArchitecture,
     KvDtype,
     WeightQuantization,
+    accept_kv_dtype,
     check_adapters_of,
-    check_kv_dtype,
     check_quantization,
     describe_fallback,
-    describe_pages,
     part_of,
     read_model,
     stored_shape,
@@ -152,9 +151,7 @@ class Engine:
         part = part_of(architecture, split)
         kind = _dtype(dtype)
         check_quantization(quantization, architecture, device, str(kind).removeprefix("torch."))
-        check_kv_dtype(kv_dtype, architecture, device)
-        if note := describe_pages(kv_dtype):
-            log.warning("%s", note)
+        accept_kv_dtype(kv_dtype, architecture, device)
         empty = partial(_empty_pages, part, page_size, kind, kv_dtype, device)
         page_bytes = empty(1, "meta").nbytes * split.size
         least = page_bytes * len(architecture.slices.windows)

@@ -5,6 +5,7 @@ Imports no torch unless the fallback is chosen.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,8 @@ from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import read_stated
 from baton.kernels import GPU_SCALE_BYTES, SCALE_BYTES
 from baton.kernels.head_sizes import gpu_stored_bytes, stored_bytes
+
+log = logging.getLogger(__name__)
 
 EngineChoice = Literal["auto", "native", "transformers"]
 WeightQuantization = Literal["none", "int8", "int4", "fp8"]
@@ -149,6 +152,13 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
     else:
         return
     raise InvalidConfig(f"{obstacle}; kv_dtype is {kv_dtype}", field="kv_dtype")
+
+
+def accept_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> None:
+    """As check_kv_dtype, and warns in the log."""
+    check_kv_dtype(kv_dtype, model, device)
+    if note := describe_pages(kv_dtype):
+        log.warning("%s", note)
 
 
 def describe_pages(kv_dtype: KvDtype) -> str:

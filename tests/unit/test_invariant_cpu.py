@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_tiles import emulated_tiles
+from kv_codes import encode
 from tiny_models import TINY_MODELS, save
 from torch import Tensor
 
@@ -38,8 +39,6 @@ from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, tok
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import AVX2, AVX512, Registers
 from baton.kernels.experts import NO_BIASES, ExpertBiases, Experts
-from baton.kernels.half_bytes import half_byte_codes
-from baton.kernels.integers import head_codes
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 from baton.kernels.routing import Routing
 
@@ -50,6 +49,7 @@ KV_DTYPES: list[KvDtype] = ["auto", "int8", "int4"]
 SCORING = Scoring(0.125, 4.0)
 MOST_ROWS = 256
 """Of a step."""
+Shape = tuple[int, int, int]  # heads, key heads, head_dim
 PROMPT = 50
 """Tokens of a whole model's prompt: several pages, and more than any window."""
 
@@ -157,12 +157,6 @@ def test_log_probabilities() -> None:
     assert_rows_are_as_alone(lambda some: some.log_softmax(dim=-1)[:, :9], logits)
 
 
-def encoded(kv: Tensor, kv_dtype: KvDtype) -> Tensor:
-    if kv_dtype == "auto":
-        return kv
-    return head_codes(kv) if kv_dtype == "int8" else half_byte_codes(kv)
-
-
 def test_rotations_of_positions() -> None:
     rotation = Rotation(Rope("default", 1e4, 48), 64)
     positions = torch.randint(0, 100_000, (MOST_ROWS,))
@@ -173,7 +167,7 @@ def test_rotations_of_positions() -> None:
 def test_rotation_and_norms_of_heads(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
     norms = tuple(RMSNorm(torch.rand(32).to(dtype), 1e-6) for _ in range(2))
     kv = torch.zeros(MOST_ROWS, 1, 2, 1, 2, 32, dtype=dtype)
-    cache = layer_caches(encoded(kv, kv_dtype))[0]
+    cache = layer_caches(encode(kv, kv_dtype))[0]
     turns = torch.polar(torch.ones(MOST_ROWS, 1, 16), torch.randn(MOST_ROWS, 1, 16))
 
     def rotated(rows: Tensor) -> Tensor:
@@ -193,15 +187,8 @@ def test_rotation_and_norms_of_heads(dtype: torch.dtype, kv_dtype: KvDtype) -> N
 class Context:
     """One sequence's queries, keys and values, the latter in pages of any size and order."""
 
-    def __init__(
-        self,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        kv_dtype: KvDtype = "auto",
-    ) -> None:
-        self.length, self._kv_dtype = 700, kv_dtype
+    def __init__(self, shape: Shape, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> None:
+        (heads, kv_heads, head_dim), self.length, self._kv_dtype = shape, 700, kv_dtype
         self.query = torch.randn(self.length, heads, head_dim).to(dtype) * 2
         self._tokens = torch.randn(self.length, 2, kv_heads, head_dim).to(dtype)
         self.sinks = 4 * torch.randn(heads)
@@ -216,7 +203,7 @@ class Context:
             kv[table[page], 1, :, offset] = token.float()
         if self._kv_dtype == "auto":
             kv = kv.to(self._tokens.dtype)
-        return layer_caches(encoded(kv, self._kv_dtype))[1], table
+        return layer_caches(encode(kv, self._kv_dtype))[1], table
 
     def whole(self, window: int | None) -> Tensor:
         cache, table = self.pages(16)
@@ -244,7 +231,7 @@ def decoded(context: Context, page_size: int, positions: list[int], window: int 
 
 @pytest.mark.parametrize("window", [None, 7, 60, 300])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 8), (14, 2, 80)])
-def test_attention(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+def test_attention(shape: Shape, window: int | None, dtype: torch.dtype) -> None:
     assert_attention_is_as_alone(shape, window, dtype)
 
 
@@ -255,12 +242,9 @@ def test_attention_over_codes(kv_dtype: KvDtype, window: int | None, dtype: torc
 
 
 def assert_attention_is_as_alone(
-    shape: tuple[int, int, int],
-    window: int | None,
-    dtype: torch.dtype,
-    kv_dtype: KvDtype = "auto",
+    shape: Shape, window: int | None, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
 ) -> None:
-    context = Context(*shape, dtype, kv_dtype)
+    context = Context(shape, dtype, kv_dtype)
     wanted = context.whole(window)
     assert wanted.isfinite().all()
     source = random.Random(0)
@@ -330,7 +314,7 @@ def test_vectors_of_other_cpus(dtype: torch.dtype) -> None:
     ("shape", "window"), [((9, 3, 64), None), ((4, 4, 32), 60), ((20, 1, 96), 300)]
 )
 def test_attention_on_tile_registers(
-    shape: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with emulated_tiles(monkeypatch):
         for kv_dtype in KV_DTYPES:
@@ -345,7 +329,7 @@ def test_products_on_tile_registers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not compiler.has_amx(), reason="needs AMX")
 def test_tile_registers_are_as_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = Context(9, 3, 64, torch.bfloat16)
+    context = Context((9, 3, 64), torch.bfloat16)
     found = context.whole(None)
     with emulated_tiles(monkeypatch):
         assert torch.equal(context.whole(None), found)
@@ -362,7 +346,7 @@ def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
-@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama-head-dim", "gemma3", "gpt-oss"])
 def test_whole_models_over_codes(
     name: str, kv_dtype: KvDtype, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -372,8 +356,7 @@ def test_whole_models_over_codes(
 def assert_steps_are_as_alone(
     name: str, dtype: torch.dtype, folder: Path, kv_dtype: KvDtype = "auto"
 ) -> None:
-    whole = {"head_dim": 24} if kv_dtype == "int4" and name == "llama-biases" else {}
-    save(TINY_MODELS[name].changed(**whole), folder)
+    save(TINY_MODELS[name], folder)
     model = load_model(Checkpoint(folder), read_architecture(folder), dtype, "cpu")
     steps = Steps(model, 16, dtype, kv_dtype)
     (wanted,) = steps.logits(steps.chunk(1, 0, PROMPT))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from emulated_tiles import emulated_tiles
 from engine_loop import KV_MEMORY, answer, load, sequence, serve
+from kv_codes import encode
 from rank_threads import split_engine
 from tiny_models import TINY_MODELS, choices_of_transformers, save
 from torch import Tensor
@@ -57,10 +58,6 @@ def test_a_heads_greatest_number_has_the_greatest_code() -> None:
     assert found[0, 0, :4].tolist() == [32, -127, 64, 0]
     assert float(found[0, 0, 8:].view(torch.float32)) == torch.tensor(2.0) / 127
     assert not head_numbers(found)[1].any()
-
-
-def encode(heads: Tensor, stored: torch.dtype) -> Tensor:
-    return head_codes(heads) if stored == torch.int8 else half_byte_codes(heads)
 
 
 def decode(codes: Tensor) -> Tensor:
@@ -130,7 +127,7 @@ class Codes:
         self.query = (2 * torch.randn(3, heads, head_dim)).to(dtype)
         numbers = torch.randn(3 * width, 2, 2, self._page_size, kv_heads, head_dim)
         # Scales of tokens and heads differ.
-        self.kv = encode(numbers * torch.rand(*numbers.shape[:-1], 1) * 2, stored)
+        self.kv = encode(numbers * torch.rand(*numbers.shape[:-1], 1) * 2, KV_DTYPES[stored])
         self._tables = torch.randperm(3 * width).view(3, -1)
 
     def attend(self, query: Tensor, kv: Tensor, scoring: Scoring, sinks: Tensor) -> Tensor:
@@ -197,22 +194,22 @@ def apart(keys: Tensor) -> Tensor:
 @pytest.fixture(params=STORED)
 def rounding_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KvDtype:
     """transformers' cache keeps what codes stand for."""
-    update = Cache.update
+    update, kv_dtype = Cache.update, KV_DTYPES[request.param]
 
     def rounding(self: Cache, keys: Tensor, values: Tensor, *more: Any, **others: Any) -> Any:
-        values = decode(encode(values, request.param))
-        keys = apart(decode(encode(in_pairs(keys), request.param)))
+        values = decode(encode(values, kv_dtype))
+        keys = apart(decode(encode(in_pairs(keys), kv_dtype)))
         return update(self, keys, values, *more, **others)
 
     monkeypatch.setattr(Cache, "update", rounding)
-    if request.param == torch.uint8:  # other factors of keys are other codes, and far apart
+    if kv_dtype == "int4":  # other factors of keys are other codes, and far apart
         plain = engines.load_model
 
         def unbalanced(*given: Any, **options: Any) -> Any:
             return plain(*given, **options | {"balanced": False})
 
         monkeypatch.setattr(engines, "load_model", unbalanced)
-    return KV_DTYPES[request.param]
+    return kv_dtype
 
 
 @pytest.mark.parametrize("name", MODELS)
