@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from llvmlite import ir
 from torch import Tensor
@@ -33,9 +34,12 @@ REGISTERS = 8
 ROW_BYTES = 64
 LANES = 16
 
+LINES = 32
+"""Cache lines of a panel's 32 inputs."""
+
 LINES_AHEAD = 8
-"""Cache lines of the next panel that are fetched for each 32 inputs of 32 rows, a quarter of them:
-so that 128 rows fetch all of it."""
+"""Those of the next panel that are fetched for each 32 inputs of 32 rows, so that 128 rows fetch
+all of it; up to 16 rows fetch them all."""
 
 _BYTE = ir.IntType(8)
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
@@ -136,6 +140,13 @@ def tile_registers(
         tiles.end()
 
 
+class Ahead(NamedTuple):
+    """What is fetched of the next panel."""
+
+    panel: Memory
+    lines: int  # for each 32 inputs
+
+
 def add_products(
     code: Function,
     tiles: TileCode,
@@ -145,17 +156,17 @@ def add_products(
     weights: list[Memory],
     outputs: int,
     rows: int = 1,
-    ahead: Memory | None = None,
+    ahead: Ahead | None = None,
 ) -> None:
     """Adds to registers 0 to 3 the products of each 16 rows of x, `x_stride` bytes apart, with
     each 16 outputs of weights, laid out with `rows` and `outputs` numbers for an input. Registers 4
-    and 5 have x, 6 and 7 weights. What lies `ahead` is fetched, as much as the weights."""
+    and 5 have x, 6 and 7 weights. What lies `ahead` is fetched."""
     with code.loop(0, inputs, step=INPUTS) as first:
         for row, of_rows in enumerate(x):
             tiles.load(4 + row, of_rows.from_(first * rows), x_stride)
         if ahead:
-            for line in range(LINES_AHEAD):
-                ahead.prefetch(first * outputs + line * HALF * 2, keep=2)
+            for line in range(ahead.lines):
+                ahead.panel.prefetch(first * outputs + line * HALF * 2, keep=2)
         for column, of_outputs in enumerate(weights):
             register = 6 + column % 2
             tiles.load(register, of_outputs.from_(first * outputs), ROW_BYTES)
@@ -176,9 +187,10 @@ def panel_code(module: ir.Module, result: ir.Type) -> Function:
     with code.loop(0, rows, step=ROWS) as row:
         left = (rows - row).at_most(ROWS)
         block = x.from_(row * inputs)
-        part = row // ROWS % (OUTPUTS // LINES_AHEAD)
-        ahead = panel.from_(inputs * OUTPUTS + part * (LINES_AHEAD * HALF * 2))
-        for halves, how in ((1, "<="), (2, ">")):
+        every = panel.from_(inputs * OUTPUTS)
+        part = row // ROWS % (LINES // LINES_AHEAD) * (LINES_AHEAD * HALF * 2)
+        shares = (Ahead(every, LINES), Ahead(every.from_(part), LINES_AHEAD))
+        for halves, how, ahead in ((1, "<=", shares[0]), (2, ">", shares[1])):
             with code.when(left.compare(how, HALF)):
                 _sums_of_block(code, tiles, block, inputs, panel, ahead, sums, halves)
         with code.loop(0, left) as index:
@@ -197,7 +209,7 @@ def _sums_of_block(
     x: Memory,
     inputs: Count,
     panel: Memory,
-    ahead: Memory,
+    ahead: Ahead,
     sums: Memory,
     halves: int,
 ) -> None:

@@ -15,6 +15,7 @@ import ctypes
 from llvmlite import ir
 
 from baton.kernels.cpu import amx
+from baton.kernels.cpu.attention_products import prefetch_keys
 from baton.kernels.cpu.attention_shape import SPLIT, WEIGHTS_STRIDE, ContextSplit, Heads, PageTable
 from baton.kernels.cpu.attention_tile import Merging, Tiles, copy_query, find_tokens
 from baton.kernels.cpu.compiler import Library
@@ -183,6 +184,8 @@ class AttentionCode:
         pages = PageTable(table, given.count("page_stride"), start)
         seen = self._split(code, given, memory, pages, first // SPLIT + index, first, end, kv_head)
         begin, split = seen
+        if shape.amx:
+            prefetch_keys(code, shape, split)
         with code.loop(0, shape.group) as row:
             self._put_bounds(memory["bounds"], row, first - begin, end - begin, split)
         parts = given.memory("parts").from_(
@@ -238,7 +241,11 @@ class AttentionCode:
         splits, rows = given.count("splits"), given.count("sequences") * shape.heads
         with code.claim(given.field("merges_claimed"), rows) as row:
             code.call(self._merging.begin, merged, given.memory("sinks").from_(row % shape.heads))
-            with code.loop(0, splits) as index:
+            first, end = (
+                given.memory(name, COUNT).count(row // shape.heads) for name in ("first", "end")
+            )
+            # Splits after a sequence's last token have no part in the result.
+            with code.loop(0, (end + SPLIT - 1) // SPLIT - first // SPLIT) as index:
                 at = (row * splits + index) * shape.part_numbers
                 code.call(self._merging.add, merged, given.memory("parts").from_(at))
             out = given.memory("out", shape.element).from_(row * shape.value_dim)

@@ -266,6 +266,14 @@ def products_of(module: ir.Module, shape: Heads) -> VectorProducts | TileProduct
     return TileProducts(module, shape) if shape.amx else VectorProducts(module, shape)
 
 
+def prefetch_keys(code: Function, shape: Heads, split: ContextSplit) -> None:
+    """Those of all tokens, which only a few rows read."""
+    with code.loop(0, split.tokens) as token:
+        key = split.keys.from_(split.places.count(token))
+        for start in range(0, shape.head_dim, LINE // size_of(shape.stored)):
+            key.prefetch(start, keep=2)
+
+
 def prefetch_value(shape: Heads, key: Memory) -> None:
     """The value of a key's token, for the weighted sum: rows are too far apart for the hardware's
     prefetcher."""

@@ -17,6 +17,10 @@ WEIGHTS_STRIDE = SPLIT + 16
 """Numbers from one row's weights to the next's: not a power of two, which would place all rows
 in few sets of the first cache."""
 
+ROWS_ON_TILES = 32
+"""As many rows as leave their scores of a split in the first cache: from tile registers to vectors
+and back they go through memory."""
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -74,6 +78,11 @@ class Heads:
         if self.amx:
             return amx.HALF
         return (self.registers - 4) // QUAD - (self.registers > 16)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows whose scores, weights and sums are made before those of the next."""
+        return ROWS_ON_TILES if self.amx else 1 << 30
 
     def vectors(self, rows: int) -> int:
         """Vectors of each row's result that are summed at a time."""

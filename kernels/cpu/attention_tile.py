@@ -81,16 +81,30 @@ class Tiles:
             for place, heads in enumerate((split.keys, split.values)):
                 target = memory["scales"].from_(place * SPLIT)
                 code.call(self._copy_scales, heads, split.places, split.tokens, target)
-        with self._steps(code, rows, memory, split, step) as at:
+        with code.loop(0, rows, step=self._shape.rows_at_once) as first:
+            last = (first + self._shape.rows_at_once).at_most(rows)
+            self._parts_of(code, (first, last), rows, memory, split, step)
+
+    def _parts_of(
+        self,
+        code: Function,
+        some: tuple[Count, Count],
+        rows: Count,
+        memory: dict[str, Memory],
+        split: ContextSplit,
+        step: int,
+    ) -> None:
+        """Of some of the rows."""
+        with self._steps(code, some, rows, memory, split, step) as at:
             self._products.scores(code, at, memory, split)
-        with code.loop(0, rows) as row:
+        with code.loop(*some) as row:
             bounds = memory["bounds"].of(COUNT)
             first, end = bounds.count(row * 2), bounds.count(row * 2 + 1)
             tokens = self._tokens_of_tile(bounds, rows, row)
             part = memory["parts"].from_(row * self._shape.part_numbers)
             scores = memory["weights"].from_(row * WEIGHTS_STRIDE)
             code.call(self._weigh, scores, tokens, first, end, part, memory["scales"])
-        with self._steps(code, rows, memory, split, step) as at:
+        with self._steps(code, some, rows, memory, split, step) as at:
             self._products.values(code, at, memory, split)
 
     def _unpacked(
@@ -122,6 +136,7 @@ class Tiles:
     def _steps(
         self,
         code: Function,
+        some: tuple[Count, Count],
         rows: Count,
         memory: dict[str, Memory],
         split: ContextSplit,
@@ -131,7 +146,7 @@ class Tiles:
         size = self._shape.rows
         with (
             code.loop(0, split.tokens, step=step) as token,
-            code.loop(0, rows, step=size) as row,
+            code.loop(*some, step=size) as row,
         ):
             seen = self._tokens_of_tile(memory["bounds"].of(COUNT), rows, row) - token
             with code.when(seen.compare(">", 0)):
@@ -180,19 +195,23 @@ class Tiles:
         with code.sum_loop(0, vectors, every, step=shape.aligned) as (token, greatest):
             for place, start in enumerate(starts):
                 greatest[place] = greatest[place].or_greater(scores.vector(token + start))
-        top = functools.reduce(Floats.or_greater, greatest).greatest() * scale
+        highest = functools.reduce(Floats.or_greater, greatest).greatest()
+        top = highest * scale
         # Weights of tile registers are rounded to bfloat16: a short polynomial will do.
         power, unit = (power_of_2, LOG2_E) if shape.amx else (exp_of_negative, 1.0)
-        below = code.zero() - top * unit
+        below = code.zero() - (top * unit).where(highest.above(LEAST / 2), code.zero())
         with code.sum_loop(0, vectors, [code.zero()], step=shape.lanes) as (token, sums):
             score = scores.vector(token)
             weight = power(below.plus_product(score, scale * unit))
-            seen, share = score.above(LEAST / 2), weight
+            seen = score.above(LEAST / 2)
+            if not shape.amx:  # where 2 to so small a power is 0
+                weight = weight.where(seen, code.zero())
+            share = weight
             if shape.scaled:
-                share = weight * scales.vector(token + SPLIT)
+                share = (weight * scales.vector(token + SPLIT)).where(seen, code.zero())
             # What is narrower than a score is not written past the scores that were read.
-            scores.of(shape.operand).put(share.where(seen, code.zero()), token)
-            sums[0] = sums[0] + weight.where(seen, code.zero())
+            scores.of(shape.operand).put(share, token)
+            sums[0] = sums[0] + weight
         with code.loop(0, shape.value_dim, step=shape.lanes) as at:
             part.put(code.zero(), at)
         notes = part.from_(shape.value_dim)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 60
 """A window that hides nothing."""
 
+FEW_SEQUENCES = 2
+"""Whose parts one thread merges before another could start."""
+
 
 class CompiledAttention:
     """Attention over pages, for one shape of heads and pages."""
@@ -69,7 +72,7 @@ class CompiledAttention:
             out.data_ptr(),
         )
         compiler.run(self._attend, arguments)
-        compiler.run(self._merge, arguments, alone=True)
+        compiler.run(self._merge, arguments, alone=batch <= FEW_SEQUENCES)
         return out
 
     def of_chunk(

@@ -245,21 +245,40 @@ def _times_power(numbers: Floats, shifted: Floats) -> Floats:
     return Floats(builder, builder.bitcast(bits, numbers.value.type))
 
 
-# Chebyshev's approximation of 2^r for |r| <= 1/2, to 4e-6.
-_POWERS_OF_2 = (1.000000075, 0.693121034, 0.2402210736, 0.05592203565, 0.009676037098)
+# An approximation of 2^r for r from 0 to 1, to 8e-5.
+_POWERS_OF_2 = (0.99992522, 0.69583353, 0.2260672, 0.07802449)
 
 
 def power_of_2(x: Floats) -> Floats:
-    """2^x of an x that is not far above 0, to what bfloat16 keeps of it and more; 2^-126 for
-    anything less."""
-    builder = x.builder
-    x = x.at_least(-126.0)
-    shifted = x + ROUNDING
-    rest = x - (shifted - ROUNDING)
-    total = constant(builder, _POWERS_OF_2[-1], x.lanes)
+    """2^x to what bfloat16 keeps of it and more, on AVX-512."""
+    rest = above_floor(x)
+    total = constant(x.builder, _POWERS_OF_2[-1], x.lanes)
     for term in _POWERS_OF_2[-2::-1]:
-        total = constant(builder, term, x.lanes).plus_product(total, rest)
-    return _times_power(total, shifted)
+        total = constant(x.builder, term, x.lanes).plus_product(total, rest)
+    return times_power(total, x)
+
+
+def above_floor(x: Floats) -> Floats:
+    """x less the whole number that is not greater; of infinity 0 (VREDUCEPS)."""
+    return _masked_call("reduce", x, ir.Constant(LANE, _DOWN))
+
+
+def times_power(numbers: Floats, x: Floats) -> Floats:
+    """numbers * 2^n, with n the whole number that is not greater than x (VSCALEFPS)."""
+    return _masked_call("scalef", numbers, x.value)
+
+
+_DOWN, _AS_SET = 1, 4
+"""Ways to round: to the next lower number, or as all instructions do."""
+
+
+def _masked_call(name: str, x: Floats, other: ir.Value) -> Floats:
+    """One of AVX-512's operations, in all lanes."""
+    kind, mask = x.value.type, ir.IntType(16)
+    kinds = [kind, other.type, kind, mask, LANE]
+    operation = declare(x.builder.module, f"llvm.x86.avx512.mask.{name}.ps.512", kind, kinds)
+    rest = [ir.Constant(kind, None), ir.Constant(mask, 0xFFFF), ir.Constant(LANE, _AS_SET)]
+    return Floats(x.builder, x.builder.call(operation, [x.value, other, *rest]))
 
 
 def tanh(x: Floats) -> Floats:

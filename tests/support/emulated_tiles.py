@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 from llvmlite import ir
 
-from baton.kernels.cpu import amx, compiler, integer_rows, paged_attention, product
+from baton.kernels.cpu import amx, compiler, integer_rows, paged_attention, product, vectors
 from baton.kernels.cpu.amx import HALF, WHOLE, Shape, TileCode
 from baton.kernels.cpu.compiler import AVX512
 from baton.kernels.cpu.ir_builder import Count, Function, Memory, number
@@ -112,6 +112,20 @@ def _plus_byte_dot(total: Integers, unsigned: ir.Value, signed: Integers) -> Int
     return plus_dot(total, words, signed.value, is_signed=False)
 
 
+def _floor(x: Floats) -> Floats:
+    return x.at_least(-200.0)._call("floor", x.at_least(-200.0))
+
+
+def _above_floor(x: Floats) -> Floats:
+    return x.at_least(-200.0) - _floor(x)
+
+
+def _times_power(numbers: Floats, x: Floats) -> Floats:
+    whole = _floor(x)
+    power = vectors._times_power(numbers, whole.at_least(-126.0) + vectors.ROUNDING)
+    return power.where(whole.above(-127.0), whole - whole)
+
+
 def _number_of_pair(words: Floats, odd: int) -> Floats:
     """The even or the odd of each lane's two bfloat16 numbers."""
     builder, kind = words.builder, ir.VectorType(ir.IntType(32), LINE)
@@ -137,6 +151,8 @@ def emulated_tiles(monkeypatch: pytest.MonkeyPatch, *, of_bytes: bool = True) ->
         patched.setattr(compiler, "has_integer_amx", lambda: of_bytes)
         patched.setattr(amx, "TileCode", EmulatedTiles)
         patched.setattr(integer_rows, "plus_byte_dot", _plus_byte_dot)
+        patched.setattr(vectors, "above_floor", _above_floor)
+        patched.setattr(vectors, "times_power", _times_power)
         patched.setattr(compiler, "source_digest", lambda: f"emulated {of_bytes} {digest}")
         for cache in caches:
             cache.cache_clear()
