@@ -184,7 +184,7 @@ class AttentionCode:
         pages = PageTable(table, given.count("page_stride"), start)
         seen = self._split(code, given, memory, pages, first // SPLIT + index, first, end, kv_head)
         begin, split = seen
-        if shape.amx:
+        if shape.amx and not shape.unpacked:
             prefetch_keys(code, shape, split)
         with code.loop(0, shape.group) as row:
             self._put_bounds(memory["bounds"], row, first - begin, end - begin, split)
