@@ -31,6 +31,12 @@ SPLITS = 8
 LEAST_SPLIT = 512
 """Inputs of such a program at least."""
 
+SHRINK_STAGES = 4
+"""Of shrink's loop, at most: each but one has a buffer."""
+
+STAGE_BYTES = 224 << 10
+"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+
 EXPAND_COLUMNS, MOST_TURNS = 128, 4
 """Columns of a product that a program of expand adds to at once, and how many times at most: what
 shrink left of its rows is read and added up once."""
@@ -97,6 +103,11 @@ def can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def _shrink_stages(x: Tensor, stack: AdapterStack) -> int:
+    buffer = (TILE_ROWS + stack.rank) * DEPTH * x.element_size()
+    return min(SHRINK_STAGES, 1 + STAGE_BYTES // buffer)
+
+
 def shrink(x: Tensor, stack: AdapterStack, rows: SlotRows) -> Shrunk:
     """x [T, K] @ A.T of each row's adapter."""
     count, depth = x.shape
@@ -118,7 +129,7 @@ def shrink(x: Tensor, stack: AdapterStack, rows: SlotRows) -> Shrunk:
         BLOCK_K=DEPTH,
         OVERLAPS=can_overlap(x.device),
         num_warps=4,
-        num_stages=4,
+        num_stages=_shrink_stages(x, stack),
         enable_fp_fusion=False,
     )
     return Shrunk(out, stack, rows)
