@@ -97,8 +97,10 @@ def _machine_code(write: Callable[..., ir.Module], parameters: tuple[object, ...
 
 @functools.cache
 def source_digest() -> str:
-    """Of this package, which writes and compiles all modules."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    """Of this package, which writes and compiles all modules, and of what it imports from the one
+    around it: the layouts of codes."""
+    here = Path(__file__).parent
+    files = sorted((*here.glob("*.py"), *here.parent.glob("*.py")))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
