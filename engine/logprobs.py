@@ -89,9 +89,10 @@ def score_prompts(
 def _score(logits: Tensor, tokens: Tensor, rows: list[Row], wanted: list[int]) -> Scores[Row]:
     """logits [n, V] and tokens [n] of the rows `rows`."""
     scores = logits.float()
-    likeliest = best_tokens(scores, min(max(wanted), scores.shape[1]))
     # A token that could not be sampled is -1; its row is dropped.
-    chosen = torch.cat((tokens.clamp(min=0).long()[:, None], likeliest), dim=-1)
+    chosen = tokens.clamp(min=0).long()[:, None]
+    if most := min(max(wanted), scores.shape[1]):
+        chosen = torch.cat((chosen, best_tokens(scores, most)), dim=-1)
     # Not by logsumexp: how it sums a row depends on the number of rows and threads.
     logprobs = scores.log_softmax(dim=-1).gather(-1, chosen)
     return Scores(rows, wanted, chosen.int(), logprobs.clamp(min=LEAST))

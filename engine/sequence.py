@@ -124,7 +124,10 @@ class Sequence:
         count = min(count, self.uncomputed)
         while count:
             places = pool.pages_for(self.computed + count)
-            if self.lease.missing(places) <= pool.free:
+            missing = self.lease.missing(places)
+            if missing <= 0:  # as in most steps
+                return count
+            if missing <= pool.free:
                 self.lease.cover(places)
                 return count
             count //= 2

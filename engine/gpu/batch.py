@@ -58,6 +58,8 @@ class StepArrays:
 
     def padded(self, rows: int, blocks: int, padding_slot: int) -> StepArrays:
         """With idle rows and blocks at the end."""
+        if rows == self.count and blocks == len(self.blocks):
+            return self
         count = rows - self.count
         slices = len(self.rows) - INPUT_ROWS
         more = blocks - len(self.blocks)
@@ -107,6 +109,8 @@ def step_arrays(
     page_size = limits.page_size
     chunks = with_guesses(plan)
     decoding = _decoding(plan, chunks, limits)
+    if decoding == sum(chunks.values()):
+        return _decoding_rows(plan, chunks, slots, limits, adapters)
     counts = np.asarray(list(chunks.values()), dtype=np.int32)
     starts = np.asarray([sequence.computed for sequence in plan], dtype=np.int32)
     firsts = np.cumsum(counts) - counts
@@ -114,13 +118,10 @@ def step_arrays(
     positions += np.arange(len(positions), dtype=np.int32)
     blocks: list[tuple[int, int, int, int]] = []
     long: list[LongChunk] = []
-    guesses = decoding > len(plan)
     rows = zip(chunks.items(), slots, firsts, strict=True)
-    for (sequence, count), slot, first in islice(rows, 0 if guesses else decoding, None):
+    for (sequence, count), slot, first in islice(rows, decoding, None):
         start = sequence.computed
-        if guesses:
-            blocks += _blocks(int(first), start, count, slot, limits.together)
-        elif limits.long_chunks and is_long(count, start, page_size, limits.recorded):
+        if limits.long_chunks and is_long(count, start, page_size, limits.recorded):
             long.append(LongChunk(int(first), count, start, slot))
         else:
             blocks += _blocks(int(first), start, count, slot)
@@ -138,6 +139,32 @@ def step_arrays(
         blocks=np.asarray(blocks, dtype=np.int32).reshape(-1, 4),
         long=long,
         decoding=decoding,
+        adapters=adapters,
+    )
+
+
+def _decoding_rows(
+    plan: Plan, chunks: Plan, slots: list[int], limits: Limits, adapters: Ints | None
+) -> StepArrays:
+    """Of a step that only decodes. Its rows are few, and the host has the least time for them:
+    lists take less than arrays."""
+    size, guesses = limits.page_size, len(plan) < sum(chunks.values())
+    rows: list[list[int]] = [[] for _ in range(INPUT_ROWS + limits.slices)]
+    blocks: list[tuple[int, int, int, int]] = []
+    for (sequence, count), length, slot in zip(plan.items(), chunks.values(), slots, strict=True):
+        places = range(sequence.computed, sequence.computed + length)
+        if guesses:
+            blocks += _blocks(len(rows[0]), places.start, length, slot, limits.together)
+        rows[0] += _tokens(sequence, count)
+        rows[1] += [slot] * length
+        rows[2] += places
+        for stores, table in zip(rows[INPUT_ROWS:], sequence.lease.tables, strict=True):
+            stores += [table[place // size] * size + place % size for place in places]
+    return StepArrays(
+        rows=np.array(rows, dtype=np.int32),
+        blocks=np.array(blocks, dtype=np.int32).reshape(-1, 4),
+        long=[],
+        decoding=len(rows[0]),
         guesses=guesses,
         adapters=adapters,
     )
@@ -197,6 +224,8 @@ def upload(array: Ints, device: torch.device) -> Tensor:
 
     The page-locked memory is torch's: not reused before the copy has ended.
     """
+    if not array.size:
+        return torch.empty(array.shape, dtype=torch.int32, device=device)
     return _pinned(array, device).to(device, non_blocking=True)
 
 

@@ -226,7 +226,8 @@ class GpuRunner:
         sums = chosen.pooled.moved(download) if chosen.pooled else None
         if not rows.drawing:
             return GpuInFlightStep(plan, rows.drawing, None, (), prompt_scores, sums)
-        where = upload(arrays.slots[rows.samples], self._device)
+        filled = arrays.only_decodes and len(rows.samples) == arrays.count
+        where = self._filled if filled else self._indices(arrays.slots[rows.samples])
         remember(chosen.tokens, where, self._slots.last_tokens)
         scores = [each.moved(download) for each in chosen.scores]
         tokens = download(chosen.tokens)
@@ -314,8 +315,8 @@ class GpuRunner:
         known = logits[:, : self._sampler.vocabulary_size]
         return Chosen(tokens, list(score(known, tokens, sequences)))
 
-    def _indices(self, values: list[int]) -> Tensor:
-        return upload(np.array(values, dtype=np.int32), self._device)
+    def _indices(self, values: list[int] | Ints) -> Tensor:
+        return upload(np.asarray(values, dtype=np.int32), self._device)
 
     def _recorded_prompt(self, arrays: StepArrays) -> int | None:
         """The recording that fits a step over prompts alone, if there is one."""
@@ -334,8 +335,8 @@ class GpuRunner:
         count = arrays.count
         if arrays.adapters is not None and self._adapter_inputs:
             self._adapter_inputs.fill(arrays.adapters)
-        staged, slots = self._inputs[: 2 * count].view(2, count)
-        self._begin(staged, slots, self._tokens[:count], pages)
+        staged, self._filled = self._inputs[: 2 * count].view(2, count)
+        self._begin(staged, self._filled, self._tokens[:count], pages)
 
     def _begin(self, staged: Tensor, slots: Tensor, tokens: Tensor, pages: Tensor) -> None:
         begin(staged, slots, self._slots.last_tokens, tokens, self._slots.table, pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -55,10 +56,9 @@ class WantedRows(NamedTuple):
 
 def _sampled_rows(plan: Plan) -> Ints:
     """The last row of each sequence that samples, and those of its guesses."""
-    ends = np.cumsum(list(with_guesses(plan).values()))
     drawn = [sequence.draws(count) for sequence, count in plan.items()]
-    if max(drawn) <= 1:
-        sampled: Ints = ends[np.array(drawn, dtype=bool)].astype(np.int32) - 1
-        return sampled
-    rows = [np.arange(end - draws, end) for end, draws in zip(ends, drawn, strict=True)]
-    return np.concatenate(rows).astype(np.int32)
+    if set(drawn) == {1} and sum(plan.values()) == len(plan):  # all decode, without guesses
+        return np.arange(len(plan), dtype=np.int32)
+    ends = accumulate(with_guesses(plan).values())
+    rows = [range(end - draws, end) for end, draws in zip(ends, drawn, strict=True)]
+    return np.array([row for each in rows for row in each], dtype=np.int32)
