@@ -48,6 +48,7 @@ class Run:
     steps: int = 0
     guessed: int = 0
     accepted: int = 0
+    together: float = 0.0  # tokens a second until the first answer ends
 
     @property
     def rate(self) -> float:
@@ -82,6 +83,8 @@ class DecodeLoop:
                 self._commit(settled)
         run.steps += bool(plan)
         run.seconds += time.perf_counter() - began
+        if not self._ended:
+            run.together = run.rate
         if prompts:
             self.run = Run([])
         run.answers = [each.tokens[each.prompt_length :] for each in self._sequences]

@@ -86,7 +86,8 @@ class KnownDrafts(Drafts):
 
     def _add(self, follower: Follower, drawn: Drawn) -> bool:
         sequence, (_, logprobs) = follower.sequence, token_and_logprobs(drawn)
-        assert logprobs
+        if not logprobs or not sequence.work.key.request_id:
+            return super()._add(follower, drawn)  # a rehearsal's
         token = self._answers[int(sequence.work.key.request_id)][sequence.generated]
         right = self._draw.random() < RIGHT
         follower.add(token if right else token ^ 1, logprobs.logprob)
@@ -204,7 +205,8 @@ def compare(title: str, plain: Run, guessing: Run) -> None:
     print(
         f"{title:<24}{plain.rate:>10.1f}{guessing.rate:>10.1f}{guessing.rate / plain.rate:>8.3f}"
         f"{guessing.accepted / max(guessing.guessed, 1):>10.0%}"
-        f"{guessing.tokens / max(guessing.steps, 1) / len(plain.answers):>8.2f}",
+        f"{guessing.tokens / max(guessing.steps, 1) / len(plain.answers):>8.2f}"
+        f"{guessing.together / plain.together:>10.3f}",
         flush=True,
     )
 
@@ -215,6 +217,8 @@ def same(plain: Run, guessing: Run) -> None:
 
 
 HEAD = f"{'':<24}{'off tok/s':>10}{'on tok/s':>10}{'ratio':>8}{'accepted':>10}{'a step':>8}"
+HEAD += f"{'all run':>10}"
+"""The last: the ratio until the first answer ends, after which fewer streams run."""
 
 
 def right(engine: Engine) -> None:
@@ -235,7 +239,9 @@ def nothing(engine: Engine) -> None:
 
 
 def drafting(drafts: Drafts) -> Callable[[], Speculation]:
-    """Costs and shares of right guesses are kept from run to run, as on a worker; not answers."""
+    """Costs are measured first, and kept from run to run with shares of right guesses, as on a
+    worker; not answers."""
+    drafts.rehearse()
     return partial(Speculation, drafts, StepCost(runs_ahead=True), runs_ahead=True)
 
 

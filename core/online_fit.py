@@ -32,10 +32,11 @@ Vector = list[float]
 
 
 class OnlineFit:
-    def __init__(self, prior: Sequence[float], memory: float) -> None:
-        """`prior` has a positive coefficient for each feature, in seconds; after `memory` further
-        measurements, one counts for a third."""
+    def __init__(self, prior: Sequence[float], memory: float, weight: float = PRIOR_WEIGHT) -> None:
+        """`prior` has a positive coefficient for each feature, in seconds, and counts for `weight`
+        measurements; after `memory` further measurements, one counts for a third."""
         size = len(prior)
+        self._prior_weight = weight
         self._prior = list(prior)
         self._keep = math.exp(-1.0 / memory)
         self._pace = 0.0  # the logarithm of a factor on all coefficients
@@ -95,7 +96,7 @@ class OnlineFit:
         squares = [row.copy() for row in self._squares]
         products = self._products.copy()
         for i in range(size):
-            ridge = PRIOR_WEIGHT * squares[i][i] / self._weight
+            ridge = self._prior_weight * squares[i][i] / self._weight
             squares[i][i] += ridge
             products[i] += ridge
         found = [1.0] * size

@@ -100,7 +100,10 @@ class DecodePhase(Phase[DecodeSequence]):
         assert self._engine.draft, "loaded with the phase"
         vocabulary = self._engine.architecture.vocabulary_size
         chunk_tokens = config.decode.chunk_tokens
-        return Drafts(self._engine.draft, vocabulary, chunk_tokens, self._steps.record)
+        drafts = Drafts(self._engine.draft, vocabulary, chunk_tokens, self._steps.record)
+        if self._engine.draft.runs_ahead:
+            drafts.rehearse()
+        return drafts
 
     def _on_transfer(self, event: TransferEvent) -> None:
         match event:

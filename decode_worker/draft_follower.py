@@ -25,6 +25,7 @@ class Follower:
     kinds: list[int] = field(default_factory=list)  # of the guesses behind them
     chances: list[float] = field(default_factory=list)
     most: int = 0  # guesses that are wanted in this step
+    run: int = 0  # of its guesses, those that the main model runs
     failed: bool = False  # the draft cannot compute it
 
     @property
@@ -58,7 +59,7 @@ class Follower:
         computed = min(self.sequence.computed, self.known + right, len(tokens) - 1)
         self.sequence.tokens[self.known :] = tokens[self.known :]
         self.sequence.computed = computed
-        self.known, self.kinds, self.chances = len(tokens), [], []
+        self.known, self.kinds, self.chances, self.run = len(tokens), [], [], 0
         self.sequence.settle(computed)
         return right
 

@@ -10,29 +10,34 @@ what is dropped is computed again, as far as its prefix cache does not have it.
 
 A round runs one token of each request and draws the next as the request itself would: with its
 sampling, its grammar, and the noise of its seed and the position. So drawn tokens are guessed as
-well as the best ones. A round is run while it is predicted to bring more tokens a second than the
-step has without it, by the fitted cost of both models and the share of guesses that were right. How
-likely the draft itself finds a guess says most about that.
-
-What is not predicted to pay, such as a prompt of which nothing is known yet, is paid for out of an
-account: it has what guesses have saved, and a small share of all time.
+well as the best ones. Rounds are run, and prompts computed, where that is predicted to pay or to be
+tried (decode_worker/draft_pricing.py). How likely the draft itself finds a guess says most about
+whether it is right.
 
 On a GPU, where steps run ahead, the draft guesses behind tokens that the host must know. What a
-step that waits for them brings is predicted by the share of right guesses alone, and paid for by
-the same rules.
+step that waits for them brings is predicted by the share of right guesses alone. What rounds cost
+there is measured before the first request.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.errors import BatonError
 from baton.core.online_fit import OnlineFit
-from baton.core.types import Work
-from baton.decode_worker.draft_follower import ANY, ANY_SHARE, KINDS, Follower
-from baton.engine.acceptance import Acceptance
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.decode_worker.draft_follower import ANY, Follower
+from baton.decode_worker.draft_pricing import (
+    CPU_SECONDS,
+    GPU_SECONDS,
+    MEMORY,
+    MOST_CREDIT,
+    Pace,
+    Pricing,
+)
 from baton.engine.draft_model import MOST_BEHIND
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
@@ -41,28 +46,12 @@ from baton.engine.step import Drawn, InFlightStep, Outcome, Plan, token_and_logp
 from baton.worker.step_pipeline import launch
 from baton.worker.step_record import StepRecord
 
-CPU_SECONDS, GPU_SECONDS = (3e-3, 3e-4, 2e-4), (1e-3, 1e-5, 5e-6)
-"""Assumed until the draft's steps have been measured: a step, a row, a token of a longer chunk."""
-MEMORY = 200.0
-
 ROOM = 1.5
 """A request is followed where there is room for so many times its tokens. So a prompt is not
 computed again and again in a full pool: its request has grown by half when it must give way."""
 
-MOST_SAVED = 0.5
-"""The share of an answer's time that guesses may save: a prompt that takes longer is not read."""
-
-TRIAL_SHARE = 0.02
-FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.05, 2.0, 10.0
-"""The share of time, and the seconds, that what does not pay may take."""
-
-
-class Pace(NamedTuple):
-    """Of a step without the draft's guesses."""
-
-    tokens: float
-    seconds: float
-    row: float  # seconds of one row more
+REHEARSED, REHEARSED_TOKENS, REHEARSED_ROUNDS = (1, 2, 8, 32), 200, (4, 1, 2, 4, 1, 4)
+"""Requests, their tokens, and the rounds of each, by which costs are measured."""
 
 
 class Offer(NamedTuple):
@@ -78,7 +67,6 @@ class Round(NamedTuple):
     plan: Plan
     followers: dict[Sequence, Follower]  # by request
     step: InFlightStep
-    began: float
 
 
 class Drafts:
@@ -98,19 +86,42 @@ class Drafts:
         self._chunk_tokens = chunk_tokens
         self._record = record or StepRecord()
         assumed = GPU_SECONDS if engine.runs_ahead else CPU_SECONDS
-        self._cost = cost or OnlineFit(assumed, MEMORY)
-        self._seen = Acceptance([*(share for _, share in KINDS), ANY_SHARE])
+        self.pricing = Pricing(cost or OnlineFit(assumed, MEMORY))
         self._followers: dict[Sequence, Follower] = {}
-        self._account = FIRST_CREDIT
-        self._wait = 0.0  # seconds of a wait that is still to be paid
-        self._settled_at = 0.0  # when its last step had ended
+        self._launched = (1, 0, 0, 0)  # in an offer, as Pricing.note_rounds has it
         self._token_seconds = 0.0  # what a right guess saves
         self.seconds = 0.0  # that it took
         self.compared = self.right = 0  # guesses, run by the main model or not
 
+    def rehearse(self) -> None:
+        """Measures what rounds cost, before the first request."""
+        self._rehearse(1)  # what is loaded late is loaded
+        self.pricing = Pricing(OnlineFit(GPU_SECONDS, MEMORY))
+        for count in REHEARSED:
+            self._rehearse(count)
+        self.pricing.measured()
+        self.seconds = 0.0
+
+    def _rehearse(self, count: int) -> None:
+        everything = Pace(1.0, 1e3, 0.0)  # pays
+        self.pricing.pay(-MOST_CREDIT)
+        requests = [self._rehearsed(number) for number in range(count)]
+        for rounds in REHEARSED_ROUNDS:
+            self.offer(dict.fromkeys(requests, rounds), everything, self._engine.gpu.max_batch)
+        for follower in self._followers.values():
+            if not follower.failed:
+                self._fail(follower)  # keeps none of its pages in the cache
+        self._followers.clear()
+
+    def _rehearsed(self, number: int) -> Sequence:
+        length = min(REHEARSED_TOKENS, self._engine.context_length // 2)
+        tokens = [number % self._vocabulary] * length
+        work = Work(AttemptKey("", 0), tokens, Sampling(), REHEARSED_TOKENS, frozenset())
+        return Sequence.queued(work, self._pool)
+
     def earn(self, seconds: float) -> None:
         """A step of the main model took `seconds`."""
-        self._pay(TRIAL_SHARE * seconds)
+        self.pricing.earn(seconds)
 
     def drop(self, request: Sequence) -> None:
         """Compares its last guesses, and gives its pages back."""
@@ -126,42 +137,29 @@ class Drafts:
     def share(self, request: Sequence) -> float:
         """The chance that a first guess is right."""
         follower = self._followers.get(request)
-        return (follower.acceptance if follower else self._seen).share(ANY)
+        return (follower.acceptance if follower else self.pricing.seen).share(ANY)
 
-    def waits(self, wanted: dict[Sequence, int], pace: Pace, wait: float) -> bool:
-        """Whether a device should wait so many seconds for the tokens in flight, for guesses behind
-        these: where that is predicted to pay, or to be tried. Pays for the wait."""
-        self._token_seconds = pace.seconds / max(pace.tokens, 1.0)
+    def waits(self, wanted: dict[Sequence, int], pace: Pace) -> bool:
+        """Whether a device should wait for the tokens in flight, for guesses behind these: where
+        that is predicted to pay, or to be tried."""
+        going = self._going(wanted, pace)
+        return bool(going) and (self.pricing.tries or self.pricing.pays(self._saves(going, pace)))
+
+    def _going(self, wanted: dict[Sequence, int], pace: Pace) -> dict[Sequence, int]:
+        """The requests of which the draft may guess, with those that it should begin to follow."""
         asking = {request: depth for request, depth in wanted.items() if depth > 0}
-        ready = {each: self._followers[each] for each in asking if self._goes_on(each)}
-        behind = (follower.missed(request) for request, follower in ready.items())
-        unread = sum(tokens for tokens in behind if tokens > MOST_BEHIND)
-        price = wait + (self._cost.predict((1, 0, unread)) if unread else 0.0)
-        reached = self._reach({request: asking[request] for request in ready}, pace)
-        pays = reached.tokens * pace.seconds > pace.tokens * (reached.seconds + price)
-        if not pays and (self._account <= 0.0 or not (ready or self._begins_any(asking, pace))):
-            return False
-        self._pay_wait(wait)
-        return True
+        begun = self._to_begin(asking, pace)
+        return {each: asking[each] for each in asking if each in begun or self._goes_on(each)}
 
-    def _pay_wait(self, next_wait: float = 0.0) -> None:
-        """Pays for the last one. It is due once the draft has guessed: a prompt is read while the
-        account has seconds."""
-        self._pay(-self._wait)
-        self._wait = next_wait
-
-    def _reach(self, depths: dict[Sequence, int], pace: Pace) -> Pace:
-        """The pace with as many rounds as are predicted to pay, before any guess is made."""
+    def _saves(self, depths: dict[Sequence, int], pace: Pace) -> float:
+        """The share of time that guesses are predicted to save, as Pricing has it."""
         shares = {request: self.share(request) for request in depths}
-        chances = dict(shares)
-        for depth in range(1, max(depths.values(), default=0) + 1):
-            chosen, pace = self.worth(chances, pace)
-            chances = {
-                each: chances[each] * shares[each] for each in chosen if depths[each] > depth
-            }
-            if not chances:
-                break
-        return pace
+        return self.pricing.saves(shares, depths, pace)
+
+    def _pays(self, ready: dict[Sequence, Follower], pace: Pace) -> bool:
+        """Whether guesses do of these alone, while others are still read."""
+        depths = {request: each.most for request, each in ready.items()}
+        return self.pricing.pays(self._saves(depths, pace))
 
     def _goes_on(self, request: Sequence) -> bool:
         """Whether the draft follows it and can compute another token."""
@@ -169,50 +167,82 @@ class Drafts:
         short = len(request.tokens) + request.expected < self._engine.context_length
         return follower is not None and not follower.failed and short
 
-    def _begins_any(self, asking: dict[Sequence, int], pace: Pace) -> bool:
-        if self._followers and not self._pays(len(asking), pace):
-            return False
-        return any(map(self._may_begin, asking.keys() - self._followers.keys()))
+    def _to_begin(self, asking: dict[Sequence, int], pace: Pace) -> list[Sequence]:
+        """The requests that the draft should begin to follow: all that pay, or one to be tried."""
+        others = {each: len(each.tokens) for each in asking if each not in self._followers}
+        if not others or not self.pricing.invests:
+            return []
+        going = {each: asking[each] for each in asking if each in others or self._goes_on(each)}
+        chosen = self.pricing.affordable(others, self._saves(going, pace), pace.token)
+        if not chosen and not self._followers and self.pricing.tries:
+            chosen = self.pricing.affordable(others, 1.0, pace.token)[:1]
+        return list(filter(self._may_begin, chosen))
 
     def offer(self, wanted: dict[Sequence, int], pace: Pace, most: int) -> dict[Sequence, Offer]:
         """Guesses for requests that decode: of each at most as many as it wants, and `most` in
         all."""
         began = time.monotonic()
-        self._token_seconds = pace.seconds / max(pace.tokens, 1.0)
+        self._token_seconds, self._launched, tries = pace.token, (1, 0, 0, 0), self.pricing.tries
         for request in wanted:
             if (follower := self._followers.get(request)) and not follower.failed:
                 self._follow(follower, request.tokens)
-        self._read([request for request, depth in wanted.items() if depth > 0], pace)
-        ready = {}
-        for request, depth in wanted.items():
-            follower = self._followers.get(request)
-            if follower and not follower.failed and follower.behind <= MOST_BEHIND and depth > 0:
-                follower.most, ready[request] = depth, follower
-        self._guess(ready, pace, most)
-        self._pay_wait()
-        self.seconds += time.monotonic() - began
+        going = self._going(wanted, pace)
+        if pays := self.pricing.pays(self._saves(going, pace)):
+            tries = False
+        if pays or tries:
+            self._read(going if pays else self._tried(going))
+            ready = self._ready(going)
+            if tries or len(ready) == len(going) or self._pays(ready, pace):
+                self._guess(ready, pace, most, tries)
+        took = time.monotonic() - began
+        self.seconds += took
+        if self._launched[1]:
+            self.pricing.note_rounds(self._launched, took)
+            self.pricing.pay(pace.wait)
         return {
             request: Offer(each.guesses, each.chances)
-            for request, each in ready.items()
-            if each.kinds
+            for request in going
+            if (each := self._followers.get(request)) and each.kinds
         }
 
-    def _follow(self, follower: Follower, tokens: list[int]) -> None:
-        guessed, came = len(follower.kinds), len(tokens) - follower.known
-        right = follower.follow(tokens)
-        self.compared += min(guessed, came, right + 1)
-        self.right += right
-        self._pay(self._token_seconds * right)
+    def _tried(self, going: dict[Sequence, int]) -> list[Sequence]:
+        """One request, of which the draft has the least to compute."""
+        behind = {each: self._behind(each) for each in going}
+        return sorted(going, key=behind.__getitem__)[:1]
 
-    def _read(self, requests: list[Sequence], pace: Pace) -> None:
-        """Computes a chunk of tokens that the draft has not seen, of the oldest requests first."""
-        began, budget, plan, readers = time.monotonic(), self._chunk_tokens, Plan(), {}
-        owed, pays = 0.0, self._pays(len(requests), pace)
-        for request in requests:
+    def _behind(self, request: Sequence) -> int:
+        follower = self._followers.get(request)
+        return follower.behind if follower else len(request.tokens)
+
+    def _ready(self, going: dict[Sequence, int]) -> dict[Sequence, Follower]:
+        """The requests that a round may guess of."""
+        ready = {}
+        for request, depth in going.items():
             follower = self._followers.get(request)
-            if not follower and (pays or not self._followers) and owed <= self._account:
-                follower = self._begin(request)
-                owed += self._cost.coefficients[2] * (follower.behind if follower else 0)
+            if follower and not follower.failed and follower.behind <= MOST_BEHIND:
+                follower.most, ready[request] = depth, follower
+        return ready
+
+    def note_run(self, request: Sequence, guesses: int) -> None:
+        """The main model runs so many of those that it was offered."""
+        if follower := self._followers.get(request):
+            follower.run = guesses
+
+    def _follow(self, follower: Follower, tokens: list[int]) -> None:
+        guessed, run, came = len(follower.kinds), follower.run, len(tokens) - follower.known
+        right = follower.follow(tokens)
+        compared = min(guessed, came, right + 1)
+        self.compared += compared
+        self.right += right
+        self.pricing.note_guesses(compared, self._token_seconds * min(right, run))
+
+    def _read(self, requests: Iterable[Sequence]) -> None:
+        """Computes a chunk of tokens that the draft has not seen, of the oldest requests first."""
+        budget, plan, readers = self._chunk_tokens, Plan(), {}
+        for request in requests:
+            if request not in self._followers:
+                self._begin(request)
+            follower = self._followers.get(request)
             if not follower or follower.failed or budget <= 0:
                 continue
             if follower.behind <= MOST_BEHIND:
@@ -224,30 +254,21 @@ class Drafts:
                 continue
             plan[sequence], readers[request] = count, follower
             budget -= count
-        if reading := self._launch(plan, readers, began):
+        if reading := self._launch(plan, readers):
             self._settle(reading)
 
-    def _pays(self, requests: int, pace: Pace) -> bool:
-        """Whether a round of so many requests would. Otherwise one is tried at a time."""
-        step, row, _ = self._cost.coefficients
-        gained = requests * self._seen.share(ANY)
-        return gained * pace.seconds > pace.tokens * (step + requests * (row + pace.row))
-
     def _may_begin(self, request: Sequence) -> bool:
-        """Whether there is room, and seconds on the account, and the draft can compute it."""
-        tokens, work = request.tokens, request.work
+        """Whether there is room, and the draft can compute it."""
+        tokens = request.tokens
         room = self._pool.pages_for(int(ROOM * len(tokens)) + 1) * self._pool.slices
-        if self._account < 0.0 or work.alone or room > self._pool.free:
-            return False
-        left = self._token_seconds * (work.max_tokens - request.generated)
-        if self._cost.coefficients[2] * len(tokens) > MOST_SAVED * left:
+        if request.work.alone or room > self._pool.free:
             return False
         return len(tokens) < self._engine.context_length and max(tokens) < self._vocabulary
 
-    def _begin(self, request: Sequence) -> Follower | None:
-        """Starts to follow a request."""
+    def _begin(self, request: Sequence) -> None:
+        """Starts to follow a request, if those that began before have left room."""
         if not self._may_begin(request):
-            return None
+            return
         tokens, work = request.tokens, request.work
         chain = self._pool.chain(work.cache_salt)
         keys = chain.to_find(tokens)
@@ -255,16 +276,16 @@ class Drafts:
         sequence = Sequence(_draft_work(work), lease, list(tokens), chain=chain)
         sequence.computed = sequence.cached_tokens
         sequence.guide = request.guide
-        follower = Follower(sequence, self._seen.of_sequence(), len(tokens))
-        self._followers[request] = follower
-        return follower
+        acceptance = self.pricing.seen.of_sequence()
+        self._followers[request] = Follower(sequence, acceptance, len(tokens))
 
-    def _guess(self, ready: dict[Sequence, Follower], pace: Pace, most: int) -> None:
-        """Rounds, as long as they pay; else at most one, if the account has seconds for it. Where
-        steps run ahead, so do rounds, by one."""
-        going, flying = ready, None
+    def _guess(self, ready: dict[Sequence, Follower], pace: Pace, most: int, tries: bool) -> None:
+        """Rounds, as long as they pay; else at most one, if it is to be tried. Where steps run
+        ahead, so do rounds, by one."""
+        going, flying, pace = ready, None, self.pricing.begun(pace)
         while True:
-            chosen, pace = self._choose(going, ready, pace)
+            chosen, pace = self._choose(going, pace, tries)
+            tries = False
             launched = self._launch_round({each: going[each] for each in chosen[:most]})
             going = dict(launched.followers) if launched else {}
             if flying:
@@ -273,40 +294,23 @@ class Drafts:
             if not launched:
                 return
             most -= len(launched.plan)
-            self._pay(-pace.row * len(launched.plan))
+            self.pricing.pay(pace.row * len(launched.plan))
             flying = launched._replace(followers=going)
             if not self._runs_ahead(going):
                 going, flying = self._settle(flying), None
 
     def _choose(
-        self, going: dict[Sequence, Follower], ready: dict[Sequence, Follower], pace: Pace
+        self, going: dict[Sequence, Follower], pace: Pace, tries: bool
     ) -> tuple[list[Sequence], Pace]:
         """The requests of the next round, and the pace with it."""
         chances = {request: each.chance for request, each in going.items() if self._fits(each)}
-        chosen, pace = self.worth(chances, pace)
-        tried = any(each.kinds or each.sequence.expected for each in ready.values())
-        if chances and not chosen and not tried and self._account > 0.0:
-            chosen = [max(chances, key=chances.__getitem__)]
-        return chosen, pace
+        chosen, pace = self.pricing.worth(chances, pace)
+        return chosen or (self.pricing.tried(chances, pace) if tries else []), pace
 
     def _runs_ahead(self, going: dict[Sequence, Follower]) -> bool:
         """Whether a round may be launched before the guesses of the last are known."""
         known = any(each.sequence.sampled_by_tokens for each in going.values())
         return self._engine.runs_ahead and not known
-
-    def worth(self, chances: dict[Sequence, float], pace: Pace) -> tuple[list[Sequence], Pace]:
-        """The requests, the likeliest first, of which another guess pays; and the pace with
-        these."""
-        step, row, _ = self._cost.coefficients
-        price, gained, chosen = step, 0.0, []
-        for request, chance in sorted(chances.items(), key=lambda each: -each[1]):
-            if chance * pace.seconds <= pace.tokens * (row + pace.row):
-                break
-            chosen.append(request)
-            price, gained = price + row + pace.row, gained + chance
-        if gained * pace.seconds <= pace.tokens * price:
-            return [], pace
-        return chosen, Pace(pace.tokens + gained, pace.seconds + price, pace.row)
 
     def _fits(self, follower: Follower) -> bool:
         """Whether it wants another guess, and the draft can compute it."""
@@ -316,7 +320,7 @@ class Drafts:
 
     def _launch_round(self, going: dict[Sequence, Follower]) -> Round | None:
         """Adds a guess to each."""
-        began, plan, followers = time.monotonic(), Plan(), {}
+        plan, followers = Plan(), {}
         for request, follower in going.items():
             sequence = follower.sequence
             if not self._look_ahead(follower):
@@ -325,7 +329,7 @@ class Drafts:
                 self.drop(request)
                 continue
             plan[sequence], followers[request] = sequence.uncomputed, follower
-        return self._launch(plan, followers, began)
+        return self._launch(plan, followers)
 
     def _take(self, follower: Follower, outcome: Outcome) -> bool:
         """Whether it was guessed: nothing is from a stop token on, or from one that the main model
@@ -348,24 +352,20 @@ class Drafts:
         sequence.assumed = len(guesses)
         return not (sequence.guide and guesses) or sequence.guide.look_ahead(guesses) == guesses
 
-    def _launch(
-        self, plan: Plan, followers: dict[Sequence, Follower], began: float
-    ) -> Round | None:
+    def _launch(self, plan: Plan, followers: dict[Sequence, Follower]) -> Round | None:
         if not plan:
             return None
+        _, rounds, rows, tokens = self._launched
+        single = sum(count == 1 for count in plan.values())
+        self._launched = 1, rounds + 1, rows + single, tokens + sum(plan.values()) - single
         self._record.begin(list(plan))
-        return Round(plan, followers, launch(self._engine, plan), began)
+        return Round(plan, followers, launch(self._engine, plan))
 
     def _settle(self, round: Round) -> dict[Sequence, Follower]:
         """Returns the requests behind whose guess another may come. One that the draft fails at
         goes on without it."""
         outcomes = dict(zip(round.plan, round.step.wait(), strict=True))
         self._record.end()
-        began, self._settled_at = max(round.began, self._settled_at), time.monotonic()
-        single = sum(count == 1 for count in round.plan.values())
-        features = (1, single, sum(round.plan.values()) - single)
-        self._cost.note(features, self._settled_at - began)
-        self._pay(-self._cost.predict(features))
         return {
             request: follower
             for request, follower in round.followers.items()
@@ -378,9 +378,6 @@ class Drafts:
         follower.failed = True
         follower.sequence.lease.forget()
         follower.sequence.lease.release()
-
-    def _pay(self, seconds: float) -> None:
-        self._account = min(max(self._account + seconds, -MOST_DEBT), MOST_CREDIT)
 
 
 def _draft_work(work: Work) -> Work:

@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from baton.decode_worker.drafts import Drafts, Offer, Pace
+from baton.decode_worker.draft_pricing import Pace
+from baton.decode_worker.drafts import Drafts, Offer
 from baton.decode_worker.step_cost import StepCost
 from baton.engine.page_pool import PagePool
 from baton.engine.prompt_lookup import PastAnswers, PromptLookup, new_acceptance
@@ -64,6 +65,7 @@ class Speculation:
         self._steps_with_guesses = 0  # since one without
         self._steps_without = 0  # guesses
         self._period = FIRST_PERIOD
+        self._plain_steps = 0  # that are due
 
     def note_step(self, rows: int, seconds: float, waited: bool = False) -> None:
         if self._drafts:
@@ -90,15 +92,15 @@ class Speculation:
     def _waits_for_drafts(self, drafts: Drafts, offers: dict[Sequence, Offer], rows: int) -> bool:
         if not offers:
             return False
-        wait = self._cost.seconds(rows, waited=True) - self._cost.seconds(rows)
-        return drafts.waits(_wanted(drafts, offers), self._pace(len(offers), rows), wait)
+        return drafts.waits(_wanted(drafts, offers), self._pace(len(offers), rows))
 
     def _runs_without(self) -> bool:
         """Whether a step without guesses is due, to be measured."""
-        if self._steps_with_guesses < self._period:
-            return False
-        self._steps_with_guesses, self._period = 0, min(2 * self._period, PERIOD)
-        return True
+        if self._steps_with_guesses >= self._period:
+            self._steps_with_guesses, self._period = 0, min(2 * self._period, PERIOD)
+            self._plain_steps = 2 if self._runs_ahead else 1  # the device waits for the first
+        self._plain_steps = max(self._plain_steps, 0) - 1
+        return self._plain_steps >= 0
 
     def _trial(self, chances: list[_Chance], most: int) -> Counter[Sequence]:
         """A few likely guesses, where a step with guesses is due to be measured."""
@@ -137,6 +139,8 @@ class Speculation:
             pages -= free - pool.free
             if sequence.guide and sequence.guesses:
                 sequence.guesses = sequence.guide.look_ahead(sequence.guesses)
+            if self._drafts:
+                self._drafts.note_run(sequence, len(sequence.guesses))
 
     def drop(self, sequence: Sequence) -> None:
         """It loses its pages, and those of the draft with them."""
@@ -159,7 +163,8 @@ class Speculation:
 
     def _pace(self, tokens: int, rows: int) -> Pace:
         seconds = self._cost.seconds(rows)
-        return Pace(tokens, seconds, (self._cost.seconds(2 * rows) - seconds) / rows)
+        wait = self._cost.seconds(rows, waited=self._runs_ahead) - seconds
+        return Pace(tokens, seconds, (self._cost.seconds(2 * rows) - seconds) / rows, wait)
 
     def _found(self, sequence: Sequence) -> Offer:
         guesses = self._offered(sequence)

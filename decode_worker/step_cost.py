@@ -22,11 +22,13 @@ class Assumed(NamedTuple):
     row: float
     wait: float
     rows: tuple[int, ...]  # numbers of rows whose cost is fitted
+    weight: float  # steps that this counts for
 
 
-CPU = Assumed(4e-3, 1e-3, 1e-3, (1, 2, 4, 8, 16, 32, 64, 128, 256))
-GPU = Assumed(5e-3, 2e-5, 5e-4, (1, 256))
-"""The second as an H200 has them with a model of 8B."""
+CPU = Assumed(4e-3, 1e-3, 1e-3, (1, 2, 4, 8, 16, 32, 64, 128, 256), 2.0)
+GPU = Assumed(5e-3, 2e-5, 1e-3, (1, 256), 0.2)
+"""The second as an H200 has them with a model of 8B. It counts for little: while guesses are run,
+few steps run ahead, and these alone tell a wait from the rest of a step."""
 
 MEMORY = 200.0
 """Steps after which one counts for a third."""
@@ -42,7 +44,7 @@ class StepCost:
         assumed = GPU if runs_ahead else CPU
         self._rows = assumed.rows
         steps = [assumed.step + assumed.row * rows for rows in self._rows]
-        self._set_fit(OnlineFit([*steps, assumed.wait], MEMORY))
+        self._set_fit(OnlineFit([*steps, assumed.wait], MEMORY, assumed.weight))
         self._most_measured = 0
 
     def _set_fit(self, fit: OnlineFit) -> None:

@@ -73,6 +73,8 @@ def test_any_model_and_sampling_answers_as_without(
     assert wrong.drafts.compared > wrong.drafts.right
     for draft in (same, other):  # at costs that are measured
         drafts = Drafts(draft, VOCABULARY, 64)
+        drafts.rehearse()
+        assert not drafts.check()
         assert Loop(engine, Speculation(drafts, runs_ahead=True)).answer(asked) == plain
 
 

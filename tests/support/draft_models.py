@@ -47,7 +47,7 @@ def main_cost() -> FixedStepCost:
 
 
 def draft_cost(step: float = 1e-4) -> FixedCost:
-    return FixedCost((step, 1e-5, 1e-6), 1.0)
+    return FixedCost((1e-6, step, 1e-5, 1e-6), 1.0)
 
 
 class Drafting(Loop):

@@ -18,7 +18,8 @@ from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
 from baton.core.types import Sampling, Structure, Work
-from baton.decode_worker.drafts import Drafts, Pace
+from baton.decode_worker.draft_pricing import Pace, Pricing
+from baton.decode_worker.drafts import Drafts
 from baton.decode_worker.speculation import MOST_GUESSES, Speculation
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
@@ -214,10 +215,9 @@ def test_a_round_is_run_where_it_pays(
 ) -> None:
     save(TINY_MODELS["llama"], tmp_path)
     cost = draft_cost()
-    cost._prior = [step, row, row]
-    drafts = Drafts(load(tmp_path), VOCABULARY, 64, cost=cost)
+    cost._prior = [0.0, step, row, row]
     going = {Loop(load(tmp_path))._begin(works([WARM])[0]): each for each in chances}
-    chosen, pace = drafts.worth(going, Pace(len(chances), 1.0, 0.01))
+    chosen, pace = Pricing(cost).worth(going, Pace(len(chances), 1.0, 0.01))
     assert len(chosen) == expected
     assert pace.seconds == pytest.approx(1.0 + (step + 0.02 * expected if expected else 0.0))
 
@@ -235,16 +235,16 @@ def test_a_device_waits_for_a_draft_where_that_pays_or_is_paid_for(tmp_path: Pat
     engine = load(tmp_path)
     drafts = Drafts(engine, VOCABULARY, 64, cost=draft_cost())
     request = Sequence(works([WARM])[0], engine.pool.lease([]), expected=1)
-    wanted, pace = {request: 5}, Pace(1, 0.01, 1e-5)
-    drafts.earn(-10.0)
-    assert not drafts.waits(wanted, pace, 1e-3), "nothing is on the account"
-    drafts.earn(20.0)
-    assert drafts.waits(wanted, pace, 1e-3), "to begin with a request"
-    assert not drafts.waits({request: 0}, pace, 1e-3)
+    wanted, pace = {request: 5}, Pace(1, 0.01, 1e-5, wait=1e-3)
+    drafts.earn(-1e4)
+    assert not drafts.waits(wanted, pace), "nothing is on the account"
+    drafts.earn(2e4)
+    assert drafts.waits(wanted, pace), "to begin with a request"
+    assert not drafts.waits({request: 0}, pace)
     assert drafts.offer(wanted, pace, 8)
-    drafts.earn(-20.0)
-    assert drafts.waits(wanted, pace, 1e-3), "guesses bring more"
-    assert not drafts.waits(wanted, pace, 1.0)
+    drafts.earn(-2e4)
+    assert drafts.waits(wanted, pace), "guesses bring more"
+    assert not drafts.waits(wanted, pace._replace(wait=1.0))
     drafts.drop(request)
     assert not drafts.check()
 
