@@ -58,21 +58,21 @@ def packed(weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileShape:
     """Of a register."""
 
     rows: int = HALF
     row_bytes: int = ROW_BYTES
 
 
-WHOLE = (Shape(),) * REGISTERS
+WHOLE = (TileShape(),) * REGISTERS
 """All that the registers hold."""
 
 
 class TileCode:
     """Instructions of tile registers, in a function."""
 
-    def __init__(self, code: Function, shapes: tuple[Shape, ...] = WHOLE) -> None:
+    def __init__(self, code: Function, shapes: tuple[TileShape, ...] = WHOLE) -> None:
         self._code, self._shapes = code, shapes
 
     def begin(self) -> None:
@@ -129,7 +129,7 @@ class TileCode:
 
 @contextmanager
 def tile_registers(
-    code: Function, *, used: bool, shapes: tuple[Shape, ...] = WHOLE
+    code: Function, *, used: bool, shapes: tuple[TileShape, ...] = WHOLE
 ) -> Iterator[None]:
     """Within, this thread's tile registers can be used."""
     tiles = TileCode(code, shapes)

@@ -20,7 +20,7 @@ from typing import TypeVar
 from llvmlite import ir
 
 from baton.kernels.cpu import amx, compiler
-from baton.kernels.cpu.amx import Shape
+from baton.kernels.cpu.amx import TileShape
 from baton.kernels.cpu.integer_codes import (
     INPUTS_OF_LANE,
     LANES_OF_GROUP,
@@ -53,8 +53,15 @@ UPPER, LOWER = 0, LANES_OF_GROUP
 """Lanes from the start of a group of a row's codes."""
 
 _UPPER_SUMS, _LOWER_SUMS, _UPPER_X, _LOWER_X, _WEIGHTS = range(5)
-_OPERAND = Shape(row_bytes=GROUP)
-TILE_SHAPES = (Shape(), Shape(), _OPERAND, _OPERAND, Shape(rows=LANES_OF_GROUP), *[Shape()] * 3)
+_OPERAND = TileShape(row_bytes=GROUP)
+TILE_SHAPES = (
+    TileShape(),
+    TileShape(),
+    _OPERAND,
+    _OPERAND,
+    TileShape(rows=LANES_OF_GROUP),
+    *[TileShape()] * 3,
+)
 
 SUMS_SIZE = 2 * ROWS * LANES
 """Numbers of a group's sums, of upper bytes and of lower ones."""

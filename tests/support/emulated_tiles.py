@@ -14,7 +14,7 @@ import pytest
 from llvmlite import ir
 
 from baton.kernels.cpu import amx, compiler, integer_rows, paged_attention, product, vectors
-from baton.kernels.cpu.amx import HALF, WHOLE, Shape, TileCode
+from baton.kernels.cpu.amx import HALF, WHOLE, TileCode, TileShape
 from baton.kernels.cpu.compiler import AVX512
 from baton.kernels.cpu.ir_builder import Count, Function, Memory, number
 from baton.kernels.cpu.vectors import BFLOAT16, Floats, Integers, floats_type, lane_numbers
@@ -29,7 +29,7 @@ INTEGERS = ir.VectorType(ir.IntType(32), LINE)
 class EmulatedTiles(TileCode):
     """A function's registers: none are kept for another function."""
 
-    def __init__(self, code: Function, shapes: tuple[Shape, ...] = WHOLE) -> None:
+    def __init__(self, code: Function, shapes: tuple[TileShape, ...] = WHOLE) -> None:
         super().__init__(code, shapes)
         space = code.builder.alloca(floats_type(LINE), size=8 * HALF)
         self._registers = Memory(code.builder, space, LINE)
