@@ -2,7 +2,8 @@
 
 One YAML file describes a cluster; every process may get the same file. Flags of `baton serve`
 override single keys. An unknown key, a wrong type or a value out of range raises InvalidConfig
-with the key's name. docs/CONFIGURATION.md is generated from this file (docs/make_configuration.py).
+with the key's name. The sections are in core/config_sections.py. docs/make_configuration.py
+generates docs/CONFIGURATION.md.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from baton.core.config_sections import BatchesConfig as BatchesConfig
+from baton.core.config_sections import CacheConfig as CacheConfig
+from baton.core.config_sections import ControllerConfig, MembersConfig
+from baton.core.config_sections import DecodeConfig as DecodeConfig
+from baton.core.config_sections import PlannerConfig as PlannerConfig
+from baton.core.config_sections import PrefillConfig as PrefillConfig
+from baton.core.config_sections import RouterConfig as RouterConfig
+from baton.core.config_sections import TlsConfig as TlsConfig
 from baton.core.config_values import (
     NAME_RULE,
     Bytes,
     NonNegativeFloat,
-    NonNegativeInt,
-    Port,
-    PositiveFloat,
     PositiveInt,
     Share,
     ShareOrNone,
@@ -33,12 +39,6 @@ from baton.core.config_values import (
 )
 from baton.core.config_values import Size as Size
 from baton.core.errors import InvalidConfig
-from baton.core.pool_config import DecodeConfig as DecodeConfig
-from baton.core.pool_config import PoolConfig as PoolConfig
-from baton.core.pool_config import PrefillConfig as PrefillConfig
-from baton.core.router_config import RouterConfig as RouterConfig
-from baton.core.storage_config import BatchesConfig as BatchesConfig
-from baton.core.storage_config import CacheConfig as CacheConfig
 from baton.core.types import Role
 
 GPU_MEMORY = 0.9
@@ -55,48 +55,6 @@ _CLUSTER_KEYS = frozenset(
 
 _MODEL_ROUTER_KEYS = frozenset({"tool_format", "reasoning", "generation_config"})
 """What a model may have of its own of the routers' keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class TlsConfig:
-    """Certificates for clients and among the cluster's processes (core/tls.py)."""
-
-    folder: str = key("", "A folder of certificates (`baton certs`); empty uses no TLS.", "--tls")
-    client_certificates: bool = key(
-        False, "Require a certificate of clients.", "--client-certificates"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerConfig:
-    """The controller, which reports workers to routers, under Ray."""
-
-    port: Port = key(0, "0 chooses a free port; routers outside Ray need a fixed one.")
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerConfig:
-    """The planner, which adapts the pools to the load, under Ray."""
-
-    enabled: bool = key(False, "Adapt the pools to the load; see `baton plan`.", "--plan")
-    act: bool = key(True, "Carry decisions out, instead of only reporting them.")
-    ttft: PositiveFloat = key(4.0, "Objective: seconds to the first token.")
-    itl: PositiveFloat = key(0.05, "Objective: seconds between two tokens.")
-    most_workers: NonNegativeInt = key(
-        0, "Workers of both pools together; 0 allows as many as the cluster starts with."
-    )
-    least_prefill: PositiveInt = key(1, "Prefill workers to keep without load.")
-    least_decode: PositiveInt = key(1, "Decode workers to keep without load.")
-    round_seconds: PositiveFloat = key(
-        10.0, "Between two decisions. Each looks at the last six rounds."
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class MembersConfig:
-    """A fixed membership, for a router without a controller."""
-
-    workers: tuple[str, ...] = key((), "Addresses of workers.")
 
 
 @dataclass(frozen=True, slots=True)
