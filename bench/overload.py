@@ -34,7 +34,7 @@ import uvloop
 from baton.core import model_store
 from baton.core.api_keys import make_key, write_keys
 from baton.core.config import Config
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.types import Role
 from bench import processes
 from bench.instant_worker import InstantWorker, Pace

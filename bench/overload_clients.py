@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from baton import AsyncClient
 from baton.core.errors import BatonError
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 
 PROMPT_SECONDS = 0.05
 """Within which a refusal must come."""

@@ -1,9 +1,22 @@
-"""Names, help texts and buckets of every metric: one list for code, dashboards and tests."""
+"""Names, help texts and buckets of every metric: one list for code, dashboards and tests; and how a
+process serves its metrics to Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.core.errors import Internal
+from baton.core.tls import NODE, certificate_path, key_path
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client import CollectorRegistry
+
+    from baton.core.config import TlsConfig
 
 # Per request, measured at the router.
 TTFT_SECONDS = "baton_time_to_first_token_seconds"
@@ -145,3 +158,16 @@ class Spread:
         # The nearest rank: a value that was measured.
         ranks = (max(0, -(-percent * len(ordered) // 100) - 1) for percent in PERCENTILES)
         return cls(sum(ordered) / len(ordered), *(ordered[rank] for rank in ranks))
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int, tls: TlsConfig) -> WSGIServer:
+    """Port 0 takes any free one. With `tls.folder` over TLS; Prometheus needs no certificate."""
+    from prometheus_client import start_http_server  # commands need the names alone
+
+    folder = Path(tls.folder)
+    pem = (str(certificate_path(folder, NODE)), str(key_path(folder, NODE)))
+    try:
+        server, _ = start_http_server(port, host, registry, *(pem if tls.folder else ()))
+    except OSError:
+        raise Internal(f"cannot serve metrics on {host}:{port}; is the port taken?") from None
+    return server

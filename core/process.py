@@ -1,4 +1,4 @@
-"""Start times, logging, stopping and garbage collection, alike in every process."""
+"""Start times, logging, stopping, tasks and garbage collection, alike in every process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # New objects before a collection, and young collections before an older generation's. Most of
 # a request's garbage has no cycles and is freed without a collection.
@@ -73,6 +74,13 @@ def stop_on_signals() -> StopSignal:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.request)
     return stopping
+
+
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels tasks and waits until they have ended, however they end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def set_up_logging(level: str) -> None:

@@ -17,7 +17,7 @@ from baton.core import config as configs
 from baton.core.adapter_store import resolve_places
 from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidConfig, InvalidRequest
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.router.served_models import ServedModel, ServedModels, SharedParts
 from baton.router.workers.controller_client import ControllerClient, apply_members
 from baton.v1 import cluster_pb2 as pb

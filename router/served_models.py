@@ -19,7 +19,7 @@ from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import InvalidRequest, UnknownModel, describe_unknown
 from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults, read_defaults
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.types import Pooling, Request
 from baton.router.observe.metrics import MetricsByModel
 from baton.router.placement.placer import Placer

@@ -18,10 +18,9 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.core.config import Config, own_keys, served_configs
 from baton.core.errors import Internal
-from baton.core.metrics_server import serve_metrics
+from baton.core.metrics import serve_metrics
 from baton.core.model_store import model_name
-from baton.core.process import StopSignal
-from baton.core.tasks import cancel_all
+from baton.core.process import StopSignal, cancel_all
 from baton.core.tls import (
     check_router,
     edge_identity,

@@ -31,7 +31,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
-from baton.core.metrics_server import serve_metrics
+from baton.core.metrics import serve_metrics
 from baton.core.process import StartTimes, StopSignal
 from baton.core.tls import check_worker, is_loopback, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL, Role

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from baton.core.errors import SlowReader
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
 
 

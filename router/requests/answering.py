@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from baton.core.errors import NotCached
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.types import AttemptKey, Caching, FinishReason, Request, Work
 from baton.router.answers.answer import Answer, CachedAnswer
 from baton.router.answers.answer_events import AnswerEvent, Emit

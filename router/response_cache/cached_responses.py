@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from baton.core.config import CacheConfig
 from baton.core.errors import InvalidConfig, NotServed, Unavailable
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.router.answers.answer import CachedAnswer
 from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.observe.metrics import CacheMetrics

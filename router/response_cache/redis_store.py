@@ -20,7 +20,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from baton.core.errors import InvalidConfig
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.router.response_cache.cache_store import ResponseKey, StoreFailed
 from baton.router.response_cache.redis_connection import (
     RedisAddress,

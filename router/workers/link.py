@@ -24,7 +24,7 @@ import grpc
 
 from baton.core.config import RouterConfig
 from baton.core.errors import LayoutMismatch, UnknownModel, WorkerLost
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.tls import Identity
 from baton.core.types import PROTOCOL, AttemptKey, Role
 from baton.core.wire import role_from, role_to

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from baton.core.config import Config
 from baton.core.page_keys import PageNaming
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.tls import node_identity
 from baton.core.types import Role, Work
 from baton.router.requests.verdicts import Losses

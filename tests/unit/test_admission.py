@@ -13,7 +13,7 @@ from scripted_worker import ScriptedWorker
 
 from baton.core.config import Config, RouterConfig
 from baton.core.errors import DeadlineExceeded, Exhausted, Unavailable
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.types import AttemptKey, Request, Role, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placer import Placer

@@ -15,7 +15,7 @@ from baton.cluster.actors import WorkerActors
 from baton.cluster.controller import Controller
 from baton.cluster.fleet import DRAINED, Fleet, Member
 from baton.core.errors import Unavailable
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.types import Role
 from baton.planner.sizing import Pools
 from baton.v1 import cluster_pb2 as pb

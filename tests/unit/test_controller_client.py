@@ -15,7 +15,7 @@ from processes import free_port
 from waiting import until
 
 from baton.core.errors import Unavailable
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.types import Adapter
 from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.serving import Serving

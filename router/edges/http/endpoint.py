@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import Cancelled, InvalidRequest
+from baton.core.process import cancel_all
 from baton.core.proto_json import Json
-from baton.core.tasks import cancel_all
 from baton.core.types import Caching, Request
 from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.edges.auth import SIMILARITY_HEADER, Caller

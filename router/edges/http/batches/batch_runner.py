@@ -35,7 +35,7 @@ from baton.core.batch_lines import (
 )
 from baton.core.bounds import MAX_PRIORITY
 from baton.core.errors import BatonError, Unauthenticated
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.http.batches.batch_store import (
     BatchErrorObject,

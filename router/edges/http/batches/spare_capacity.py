@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from baton.core.config import Config
 from baton.core.errors import InvalidRequest
-from baton.core.tasks import cancel_all
+from baton.core.process import cancel_all
 from baton.core.types import Role
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.observe.ledger import AnswerLedger, RequestLedger
