@@ -64,7 +64,7 @@ def judge(pairs: Sequence[Pair], folder: Path) -> list[JudgedHit]:
 
 
 def confirms(client: Client, pair: Pair, tokens: Sequence[int]) -> bool:
-    """As router/requests/question_verifier.py asks."""
+    """As router/requests/question_requests.py asks."""
     messages = [(each.role, each.content) for each in verification_chat(*pair[:2]).messages]
     biases = dict.fromkeys(tokens, 100.0)
     answer = client.chat(messages, max_tokens=1, temperature=0.0, logit_bias=biases)

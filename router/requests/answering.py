@@ -23,8 +23,7 @@ from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Demand, TokenTimes, Trends
 from baton.router.prompts.text import Text
 from baton.router.requests.dispatch import Dispatcher
-from baton.router.requests.question_embedder import QuestionEmbedder
-from baton.router.requests.question_verifier import QuestionVerifier
+from baton.router.requests.question_requests import QuestionRequests
 from baton.router.response_cache.cache_store import ResponseKey
 from baton.router.response_cache.cached_responses import CachedResponses, found_or_computed
 from baton.router.response_cache.response_keys import response_key
@@ -73,9 +72,7 @@ class Answering:
     trends: Trends
     demand: Demand
     responses: CachedResponses | None
-    # For the semantic cache.
-    embedder: QuestionEmbedder | None = None
-    verifier: QuestionVerifier | None = None
+    questions: QuestionRequests | None  # for the semantic cache
 
     async def run(self, task: AnswerTask, emit: Emit) -> list[FinishReason]:
         """Replays a cached response, or computes the answers. Returns why each ended."""
@@ -142,9 +139,9 @@ class Answering:
         model = self.membership.model_digest
         key = response_key(task.request, task.work, model)
         semantic = self.responses.semantic if self.responses else None
-        if key is None or semantic is None or self.embedder is None or self.verifier is None:
+        if key is None or semantic is None or self.questions is None:
             return key, None
-        embed, are_same = self.embedder.embed, self.verifier.are_same
+        embed, are_same = self.questions.embed, self.questions.are_same
         return key, semantic.inquiry(task.request, task.work, model, key, embed, are_same)
 
     def _computed(self, task: AnswerTask, answer: CachedAnswer) -> Computed:
@@ -152,9 +149,9 @@ class Answering:
         entry = task.entries[0]
 
         async def compare(one: Sequence[int], other: Sequence[int]) -> float:
-            assert self.embedder is not None
+            assert self.questions is not None
             decode = self.text.decode
-            return await self.embedder.compare(decode(one), decode(other), task.request)
+            return await self.questions.compare(decode(one), decode(other), task.request)
 
         tokens = answer.tokens.token_ids
         return Computed(tokens, entry.prompt_tokens, entry.last - entry.arrived, compare)

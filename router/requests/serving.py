@@ -50,8 +50,7 @@ from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.admission import Admission
 from baton.router.requests.answering import Answering, AnswerTask, gather_all
 from baton.router.requests.dispatch import Dispatcher
-from baton.router.requests.question_embedder import QuestionEmbedder
-from baton.router.requests.question_verifier import QuestionVerifier
+from baton.router.requests.question_requests import QuestionRequests
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.membership import Membership
 
@@ -91,15 +90,21 @@ class Serving(ActiveRequests):
         self.trends = Trends(metrics.tokens)
         self.demand = Demand()
         self.closed = False  # the model was removed
-        self._answering = Answering(
-            text, membership, self.dispatcher, metrics, self.trends, self.demand, responses
-        )
+        questions = None
         if embedding_model:
-            embedder = QuestionEmbedder(embedding_model, self.dispatcher, self._threads)
-            self._answering.embedder = embedder
-            self._answering.verifier = QuestionVerifier(
-                text, membership, self.dispatcher, self._threads
+            questions = QuestionRequests(
+                embedding_model, text, membership, self.dispatcher, activity.threads
             )
+        self._answering = Answering(
+            text,
+            membership,
+            self.dispatcher,
+            metrics,
+            self.trends,
+            self.demand,
+            responses,
+            questions,
+        )
 
     async def generate(
         self, request: Request, ledger: RequestLedger, emit: Emit, place: int = 0

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from waiting import until
 
 from baton.router.prompts.text import Text
-from baton.router.requests.question_verifier import yes_and_no
+from baton.router.requests.question_requests import yes_and_no
 from baton.router.response_cache.verification import verification_chat
 from bench.redis_server import RedisServer
 
