@@ -17,7 +17,7 @@ The files that a gRPC request passes, in order:
 
     edges/grpc/servicers.py, edges/auth.py, edges/grpc/protobuf.py
     requests/serving.py, prompts/text.py, requests/answering.py, response_cache/
-    requests/dispatch.py, requests/admission.py, requests/wait_queue.py, requests/wait_estimate.py
+    requests/dispatch.py, requests/admission.py, requests/wait_queue.py
     placement/placer.py, placement/policy.py, requests/attempt.py, workers/link.py
 
 and its tokens, on their way back:

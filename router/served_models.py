@@ -25,9 +25,8 @@ from baton.router.observe.metrics import MetricsByModel
 from baton.router.placement.placer import Placer
 from baton.router.prompts.embedding_model import EmbeddingModel
 from baton.router.prompts.text import Text
-from baton.router.requests.activity import Activity
 from baton.router.requests.adapter_names import AdapterNames
-from baton.router.requests.serving import Serving
+from baton.router.requests.serving import Activity, Serving
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.host_holds import HostHolds
 from baton.router.workers.link import WorkerLink

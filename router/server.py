@@ -35,7 +35,7 @@ from baton.router.observe.metrics import CacheMetrics, MetricsByModel
 from baton.router.observe.overview import RouterOverview
 from baton.router.observe.spans import Spans
 from baton.router.prompts.embedding_model import EmbeddingModel
-from baton.router.requests.activity import Activity
+from baton.router.requests.serving import Activity
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.served_models import ServedModels, SharedParts
 from baton.router.workers.controller_client import ControllerClient

@@ -8,7 +8,7 @@ from weakref import WeakSet
 from baton.core.errors import Unavailable
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import ClientBuffer
-from baton.router.requests.activity import Activity
+from baton.router.requests.serving import Activity
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.served_models import ServedModel, ServedModels
 from baton.router.workers.controller_client import NO_CONTROLLER, ControllerClient

@@ -13,7 +13,7 @@ from baton.router.edges.auth import Caller
 from baton.router.observe.diagnosis import diagnose
 from baton.router.observe.time_breakdown import request_timing
 from baton.router.observe.trends import BUCKET_SECONDS
-from baton.router.requests.activity import Activity
+from baton.router.requests.serving import Activity
 from baton.router.served_models import ServedModel, ServedModels
 from baton.router.workers.link import WorkerLink
 from baton.v1 import cluster_pb2 as pb

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from baton.core.bounds import check_vocabulary
@@ -38,14 +39,13 @@ from baton.core.types import (
     Work,
 )
 from baton.router.answers.answer_events import Emit
-from baton.router.observe.ledger import AnswerLedger, RequestLedger
+from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Demand, Trends
 from baton.router.placement.placer import Placer
 from baton.router.prompts.embedding_model import EmbeddingModel
 from baton.router.prompts.output_grammar import grammar_of
 from baton.router.prompts.text import Text, TokenizedPrompt
-from baton.router.requests.activity import ActiveRequests, Activity
 from baton.router.requests.adapter_names import AdapterNames
 from baton.router.requests.admission import Admission
 from baton.router.requests.answering import Answering, AnswerTask, gather_all
@@ -58,6 +58,34 @@ GRAMMAR_SECONDS = 5.0
 """How long the check of a structure may take. Most take a millisecond."""
 
 Result = TypeVar("Result")
+
+
+class ActiveRequests:
+    """Counts requests: of a model, or of a whole router."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.idle = asyncio.Event()  # set while nothing is active
+        self.idle.set()
+
+    def count(self, change: int) -> None:
+        self.active += change
+        if self.active:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+
+class Activity(ActiveRequests):
+    """Of a router, for all its models: the limit of its requests, their ledgers, text threads."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.limit = config.max_requests
+        self.finished = 0
+        self.draining = False  # no new requests are accepted
+        self.ledgers = Ledgers()
+        self.threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
 
 
 class Serving(ActiveRequests):

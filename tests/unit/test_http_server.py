@@ -36,9 +36,8 @@ from baton.router.edges.http.http_server import BoundedConnection, HttpServer
 from baton.router.followed_models import FollowedModels
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
-from baton.router.requests.activity import Activity
 from baton.router.requests.adapter_names import AdapterNames
-from baton.router.requests.serving import Serving
+from baton.router.requests.serving import Activity, Serving
 from baton.router.served_models import ServedModel, ServedModels
 from baton.router.server import RouterServer
 from baton.router.workers.membership import Membership

@@ -13,8 +13,7 @@ import pytest
 
 from baton.core.errors import Exhausted
 from baton.router.requests.admission import CAUTION
-from baton.router.requests.wait_estimate import REMEMBERED_SECONDS
-from baton.router.requests.wait_queue import MANY_PACES, Place, WaitQueue
+from baton.router.requests.wait_queue import MANY_PACES, REMEMBERED_SECONDS, Place, WaitQueue
 
 SERVICE_SECONDS = 0.8
 SLOTS = 32
