@@ -97,15 +97,7 @@ class Client(ClientCalls[Stream]):
 
     BLOCKING = True
     LIBRARY: ClassVar = grpc
-
-    def _stream(
-        self,
-        request: inference_pb2.GenerateRequest,
-        timeout: float | None,
-        builder: AnswerBuilder | None = None,
-    ) -> Stream:
-        call = self._inference.Generate(request, timeout=timeout)
-        return Stream(call, self.address, request, builder or AnswerBuilder())
+    STREAM = Stream
 
     def close(self) -> None:
         """Closes the connection and cancels its running calls."""
@@ -177,15 +169,7 @@ class AsyncClient(ClientCalls[AsyncStream]):
 
     BLOCKING = False
     LIBRARY: ClassVar = grpc.aio
-
-    def _stream(
-        self,
-        request: inference_pb2.GenerateRequest,
-        timeout: float | None,
-        builder: AnswerBuilder | None = None,
-    ) -> AsyncStream:
-        call = self._inference.Generate(request, timeout=timeout)
-        return AsyncStream(call, self.address, request, builder or AnswerBuilder())
+    STREAM = AsyncStream
 
     async def close(self) -> None:
         """Closes the connection and cancels its running calls."""

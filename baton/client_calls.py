@@ -73,6 +73,7 @@ class ClientCalls(Generic[StreamType]):
 
     BLOCKING: ClassVar[bool]
     LIBRARY: ClassVar[Any]  # grpc or grpc.aio
+    STREAM: type[StreamType]
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class ClientCalls(Generic[StreamType]):
         builder: AnswerBuilder | None = None,
     ) -> StreamType:
         """`builder` has what was received of the answer already."""
-        raise NotImplementedError
+        call = self._inference.Generate(request, timeout=timeout)
+        return self.STREAM(call, self.address, request, builder or AnswerBuilder())
 
     async def _call(
         self, method: Method[Request, Response], request: Request, timeout: Timeout

@@ -77,15 +77,15 @@ class RouterActor(_ServerActor):
 
 
 class WorkerActors:
-    """Makes worker actors. They are detached: they outlive the process that made them, which may
-    be the command that started the cluster or an earlier controller. Blocks on Ray's head, so
-    not for an event loop."""
+    """Makes a model's worker actors. They are detached: they outlive the process that made them,
+    which may be the command that started the cluster or an earlier controller. Blocks on Ray's
+    head, so not for an event loop."""
 
     def __init__(self, config: Config, gpus: float, *, joined: bool) -> None:
-        """`gpus` are those of one process of a worker, where the configuration names no number.
-        On a joined Ray, workers may be on any node, and listen at its address."""
+        """`gpus` are those of one process of a worker, unless the configuration names a number or
+        the CPU. On a joined Ray, workers may be on any node, and listen at its address."""
         self._config = config
-        self._gpus = gpus
+        self._gpus = 0.0 if config.device == "cpu" else gpus
         self._joined = joined
 
     def waits_for(self, role: Role) -> str:
@@ -112,11 +112,6 @@ class WorkerActors:
         host = "" if self._joined else self._config.pool(role).host
         config = within_share(self._config, gpus)
         actor.remote(configs.dump(config), Member(name, role, host))
-
-
-def make_actors(config: Config, gpus: float, *, joined: bool) -> WorkerActors:
-    """Of a model; of several, some may use no GPU."""
-    return WorkerActors(config, 0.0 if config.device == "cpu" else gpus, joined=joined)
 
 
 def drain(name: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -23,7 +22,7 @@ import grpc
 import ray
 
 from baton.cluster import ray_session
-from baton.cluster.actors import WorkerActors, drain, make_actors
+from baton.cluster.actors import WorkerActors, drain
 from baton.cluster.fleet import CONTROLLER, DRAINING, EndedProcesses, Member, is_worker
 from baton.cluster.fleet_manager import LEARNING_SECONDS, FleetManager
 from baton.cluster.model_table import ModelTable
@@ -68,7 +67,7 @@ class Controller:
         self._without_workers = {
             name for name in self._models.served if not self._manager.fleet.of_model(name)
         }
-        self._make_actors = functools.partial(make_actors, gpus=gpus, joined=joined)
+        self._joined = joined
         self._drain_seconds = config.drain_seconds + DRAIN_SECONDS
         self._tether = tether
         self._untethered = 0  # consecutive checks
@@ -168,7 +167,7 @@ class Controller:
             try:
                 await self._reconcile()
             except (ray.exceptions.RayError, Unavailable) as error:
-                log.warning("Ray's head cannot be reached: %s", error)
+                log.warning("the workers cannot be reconciled now: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_SECONDS):
                     await changed.wait()
@@ -204,7 +203,7 @@ class Controller:
         }
 
     def _actors(self, model: str) -> WorkerActors:
-        return self._make_actors(self._models.config(model))
+        return WorkerActors(self._models.config(model), self._gpus, joined=self._joined)
 
     async def _retire(self, name: str, there: bool) -> None:
         """Drains a worker. One that does not serve, or takes too long, is ended."""

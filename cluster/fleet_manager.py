@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-import ray
-
 from baton.cluster import ray_session
 from baton.cluster.fleet import DRAINED, DRAINING, Fleet, Member, MemberTable, RoleSwitches
 from baton.core import model_store
@@ -75,10 +73,7 @@ class FleetManager:
     ) -> None:
         """Changes the number of a model's workers; None leaves a pool as it is. Surplus workers
         drain. Returns when the change is saved."""
-        try:
-            await self.change(lambda fleet: self._scaled(fleet, model, prefill, decode))
-        except ray.exceptions.RayError as error:
-            raise Unavailable(f"Ray's head cannot be reached: {error}") from error
+        await self.change(lambda fleet: self._scaled(fleet, model, prefill, decode))
 
     async def retire_all(self, model: str) -> None:
         """All workers of a model drain."""

@@ -30,7 +30,7 @@ from typing import Any
 import ray
 
 from baton.cluster import ray_session
-from baton.cluster.actors import CONCURRENCY, RouterActor, make_actors
+from baton.cluster.actors import CONCURRENCY, RouterActor, WorkerActors
 from baton.cluster.controller import Controller
 from baton.cluster.fleet import CONTROLLER, ROUTER, Fleet, Member, router_name
 from baton.cluster.preflight import check_ports, free_port, gpus_per_rank, numbered, take_port
@@ -110,7 +110,7 @@ class Cluster:
         address = self._make_controller(gpus)
         # The controller would make them too, but only once its process runs.
         for name, role in fleet.workers.items():
-            make_actors(models[fleet.models[name]], gpus, joined=joined).make(name, role)
+            WorkerActors(models[fleet.models[name]], gpus, joined=joined).make(name, role)
         for index in range(self._config.router.count):
             self._routers.append(self._make_router(index, address))
 

@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import ray
-
 from baton.cluster import ray_session
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config
-from baton.core.errors import InvalidRequest, Unavailable, describe_unknown
+from baton.core.errors import InvalidRequest, describe_unknown
 from baton.v1 import cluster_pb2 as pb
 
 QUIET_SECONDS = 3.0
@@ -116,10 +114,7 @@ class ModelTable:
 
     async def _save(self, models: dict[str, _Model]) -> None:
         rows = [(name, each.keys, each.removed_at is not None) for name, each in models.items()]
-        try:
-            await asyncio.to_thread(ray_session.save_models, rows)
-        except ray.exceptions.RayError as error:
-            raise Unavailable(f"Ray's head cannot be reached: {error}") from error
+        await asyncio.to_thread(ray_session.save_models, rows)
         self._models = models
 
 

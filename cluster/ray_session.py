@@ -131,47 +131,57 @@ class StartRecord:
 
 
 def save_fleet(fleet: Fleet) -> None:
-    internal_kv._internal_kv_put(_FLEET, fleets.dump(fleet), namespace=_namespace())
+    _put(_FLEET, fleets.dump(fleet))
 
 
 def load_fleet() -> Fleet:
-    return fleets.parse(internal_kv._internal_kv_get(_FLEET, namespace=_namespace()))
+    return fleets.parse(_get(_FLEET))
 
 
 def save_adapters(adapters: Mapping[str, pb.NamedAdapter]) -> None:
-    held = pb.Members(adapters=adapters.values()).SerializeToString()
-    internal_kv._internal_kv_put(_ADAPTERS, held, namespace=_namespace())
+    _put(_ADAPTERS, pb.Members(adapters=adapters.values()).SerializeToString())
 
 
 def load_adapters() -> dict[str, pb.NamedAdapter]:
     """By name; those without an adapter were removed."""
-    held = internal_kv._internal_kv_get(_ADAPTERS, namespace=_namespace())
-    return {named.name: named for named in pb.Members.FromString(held or b"").adapters}
+    held = pb.Members.FromString(_get(_ADAPTERS) or b"")
+    return {named.name: named for named in held.adapters}
 
 
 def save_models(models: Sequence[tuple[str, str, bool]]) -> None:
-    internal_kv._internal_kv_put(_MODELS, json.dumps(models), namespace=_namespace())
+    _put(_MODELS, json.dumps(models))
 
 
 def load_models() -> list[tuple[str, str, bool]]:
     """Each with its name, its keys, and whether it was removed; none before any has changed."""
-    held = internal_kv._internal_kv_get(_MODELS, namespace=_namespace())
+    held = _get(_MODELS)
     return [tuple(each) for each in json.loads(held)] if held else []
 
 
 def save_start(start: StartRecord) -> None:
-    text = json.dumps([start.tree, start.controller])
-    internal_kv._internal_kv_put(_START, text, namespace=_namespace())
+    _put(_START, json.dumps([start.tree, start.controller]))
 
 
 def load_start() -> StartRecord | None:
-    text = internal_kv._internal_kv_get(_START, namespace=_namespace())
+    text = _get(_START)
     return StartRecord(*json.loads(text)) if text else None
 
 
 def clear_store() -> None:
     for key in (_FLEET, _START, _ADAPTERS, _MODELS):
         internal_kv._internal_kv_del(key, namespace=_namespace())
+
+
+def _put(key: str, value: str | bytes) -> None:
+    try:
+        internal_kv._internal_kv_put(key, value, namespace=_namespace())
+    except ray.exceptions.RayError as error:
+        raise Unavailable(f"Ray's head cannot be reached: {error}") from error
+
+
+def _get(key: str) -> Any:
+    """The bytes, or None."""
+    return internal_kv._internal_kv_get(key, namespace=_namespace())
 
 
 def cluster_name() -> str:

@@ -13,25 +13,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.router.workers.link import WorkerLink
 
 LINGER_SECONDS = 0.25
 """A client often sends its next request when it has an answer."""
-
-
-class HeldWorker(Protocol):
-    @property
-    def host(self) -> str: ...
-
-    def hold(self, *, pause: bool) -> None:
-        """Has its background requests pause, or run again."""
 
 
 class HostHolds:
     def __init__(self) -> None:
         self._requests: Counter[str] = Counter()  # by host
         self._busy: set[str] = set()
-        self._workers: defaultdict[str, set[HeldWorker]] = defaultdict(set)
+        self._workers: defaultdict[str, set[WorkerLink]] = defaultdict(set)
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -42,17 +37,17 @@ class HostHolds:
         if listener in self._listeners:
             self._listeners.remove(listener)
 
-    def is_busy(self, worker: HeldWorker) -> bool:
+    def is_busy(self, worker: WorkerLink) -> bool:
         """Whether a worker that was added shares cores with one that has requests."""
         return worker.host in self._busy and worker in self._workers[worker.host]
 
-    def add(self, worker: HeldWorker) -> None:
+    def add(self, worker: WorkerLink) -> None:
         """A CPU worker has attached, or forgot what it was sent."""
         self._workers[worker.host].add(worker)
         if worker.host in self._busy:
             worker.hold(pause=True)
 
-    def remove(self, worker: HeldWorker) -> None:
+    def remove(self, worker: WorkerLink) -> None:
         self._workers[worker.host].discard(worker)
 
     def count(self, host: str, change: int) -> None:

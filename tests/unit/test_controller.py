@@ -35,7 +35,7 @@ class Store:
 
     def save_fleet(self, fleet: Fleet) -> None:
         if self.lost:
-            raise ray.exceptions.RaySystemError("no head")
+            raise Unavailable("no head")
         self.fleet = fleet
 
     def kill(self, name: str) -> None:
