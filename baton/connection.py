@@ -31,7 +31,7 @@ CALL_SECONDS = 30.0
 """The default timeout of every call that does not generate."""
 
 POLL_SECONDS = 0.2
-"""Between two checks of a cluster that is not ready."""
+"""The time between two checks of a cluster that is not ready."""
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "baton"

@@ -145,7 +145,7 @@ class AnswerBuilder:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first answer, so far."""
+        """The token ids of the first answer so far."""
         return [token for delta in self._deltas[0] for token in delta.token_ids]
 
     def answer(self) -> Answer:
@@ -182,7 +182,7 @@ class AnswerBuilder:
 
 
 _SHARED_FIELDS = {field.name for field in fields(Choice)} - {"index", "seed"}
-"""Those of an Answer that are its first choice's."""
+"""Fields of an Answer that are its first choice's."""
 
 
 def _delta(message: inference_pb2.Delta) -> Delta:

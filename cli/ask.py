@@ -72,7 +72,7 @@ class Playback:
                 _write("\n")
 
     def note_summary(self) -> None:
-        """In a terminal: count and rate of the tokens."""
+        """Prints, in a terminal, the count and rate of the tokens."""
         if not sys.stderr.isatty():
             return
         count = self._stream.answer.usage.completion_tokens

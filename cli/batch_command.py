@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 GIVE_UP_SECONDS = 120.0
-"""Without any answer."""
+"""Without any answer for this long, a run ends."""
 
 LONGEST_PAUSE = 10.0
 

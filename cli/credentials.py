@@ -93,7 +93,7 @@ def _known(file: Path) -> list[ApiKey]:
 
 
 def _fields(key: ApiKey) -> dict[str, object]:
-    """Without the digest. 0 sets no limit, nor does an empty list."""
+    """A key's fields but the digest. 0 and an empty list set no limit."""
     return {name: value for name, value in asdict(key).items() if name != "digest"}
 
 

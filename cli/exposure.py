@@ -62,7 +62,7 @@ def _program(title: str) -> str:
 
 
 def _listening(pid: int) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Of the process's network: the link of each socket that listens, and where."""
+    """Listening sockets of the process's network: the link of each, and its address."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from baton.cluster.fleet import Member
     from baton.cluster.launch import Cluster
 
-# Between two looks at a serving cluster, to report restarts.
+# Between two checks of a serving cluster, to report restarts.
 _WATCH_SECONDS = 1.0
 
 
@@ -198,7 +198,7 @@ class _Session:
             typer.echo("Ctrl-C stops it.\n")
 
     def _follow(self, cluster: Cluster) -> None:
-        """Until this command or the cluster is stopped."""
+        """Prints progress until this command or the cluster is stopped."""
         with contextlib.suppress(_Stopped):
             while not self.stopped.wait(_WATCH_SECONDS):
                 self._print_progress(cluster.members())

@@ -65,7 +65,7 @@ def simulate(
 
 
 class ModelFleet(NamedTuple):
-    """Of one model."""
+    """The workers of one model, and their costs."""
 
     workers: Pools
     profile: Path | None
@@ -93,8 +93,8 @@ def _setup(fleet: ModelFleet, goals: Goals, *, plan: bool) -> Setup:
 def _run(
     setups: dict[str, Setup], trace: list[TraceRequest], traffic: Traffic
 ) -> dict[str, SimulationReport]:
-    """By model. They share no worker and no queue, so each is simulated by itself, with its own
-    requests of the same time."""
+    """Reports by model. Models share no worker and no queue, so each is simulated alone, with its
+    own requests."""
     from baton.planner.simulator import Simulator
     from baton.planner.trace import arrivals, by_model
 

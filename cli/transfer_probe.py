@@ -43,7 +43,7 @@ class Measured:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Of the median push, until the receiver's note."""
+        """The speed of the median push, until the receiver's note."""
         return self.bytes / statistics.median(self.noted) / 1e9
 
 

@@ -327,7 +327,7 @@ def _sums(answer: timing_pb2.AnswerTiming) -> list[Text]:
 
 
 def time_text(seconds: float) -> str:
-    """In microseconds, milliseconds or seconds."""
+    """A time in microseconds, milliseconds or seconds."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1.0:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 RECONCILE_SECONDS = 1.0
 
 DRAIN_SECONDS = 15.0
-"""Beyond `drain_seconds`: a worker that has not drained by then is ended."""
+"""Added to `drain_seconds`: a worker that has not drained by then is ended."""
 
 TETHER_CHECKS = 3
 """Consecutive checks in which the tether must be missing to count as gone."""
@@ -106,7 +106,7 @@ class Controller:
         return rounds.describe() if rounds else pb.PlanResponse()
 
     async def add_model(self, named: pb.NamedModel) -> None:
-        """Its name is saved before its workers are, which are saved before they are made."""
+        """Saves the name, then the workers, then makes these."""
         await self._models.add(named)
         self._without_workers.add(named.name)
         self._plan(named.name)

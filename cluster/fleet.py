@@ -57,7 +57,7 @@ class Fleet:
 
     @property
     def wanted(self) -> Pools:
-        """Of all models."""
+        """The wanted workers of all models."""
         return self._count(self.workers)
 
     def wanted_of(self, model: str) -> Pools:
@@ -84,7 +84,7 @@ class Fleet:
         return replace(self, workers={**self.workers, name: role})
 
     def of_models(self, first: str) -> Fleet:
-        """With the workers that name no model given to the first."""
+        """Assigns workers without a model to `first`."""
         return replace(self, models={name: each or first for name, each in self.models.items()})
 
     def retired(self, name: str) -> Fleet:
@@ -112,7 +112,7 @@ class Fleet:
 
 
 def dump(fleet: Fleet) -> str:
-    """As text for `parse`."""
+    """The text that `parse` reads."""
     return json.dumps(asdict(fleet) | {"retiring": sorted(fleet.retiring)})
 
 

@@ -29,10 +29,10 @@ LEARNING_SECONDS = 5.0
 """How long a controller that has just started waits for the members it expects."""
 
 SWITCH_SECONDS = 30.0
-"""Beyond `drain_seconds`: a worker that has not switched by then keeps its role."""
+"""Added to `drain_seconds`: a worker that has not switched by then keeps its role."""
 
 MAX_WORKERS = 1024
-"""Of a pool: more is a typing error."""
+"""The most workers of a pool: more is a typing error."""
 
 
 class FleetManager:
@@ -76,7 +76,7 @@ class FleetManager:
         await self.change(lambda fleet: self._scaled(fleet, model, prefill, decode))
 
     async def retire_all(self, model: str) -> None:
-        """All workers of a model drain."""
+        """Drains all workers of a model."""
         if self.fleet.wanted_of(model).total:
             await self.change(lambda fleet: fleet.scaled(NONE, self._spare(), model))
 
@@ -157,7 +157,7 @@ class FleetManager:
         self.changed.set()
 
     async def forget(self, name: str) -> None:
-        """The worker must not come back. One that has drained is still told of."""
+        """The worker must not come back. One that has drained is still listed."""
         await self.change(partial(Fleet.without, name=name))
         member = self.members.latest.get(name)
         if member and member.progress == DRAINED:

@@ -251,7 +251,7 @@ def _pools(config: Config) -> Pools:
 
 
 def routers(members: list[Member]) -> list[Member]:
-    """Those that are ready, in order."""
+    """The routers that are ready, in order."""
     ready = [member for member in members if not member.role and member.address]
     return sorted(ready, key=lambda member: member.worker_id)
 

@@ -53,7 +53,7 @@ class ModelTable:
 
     @property
     def named(self) -> list[pb.NamedModel]:
-        """Those that are to be served."""
+        """The models to serve."""
         return [pb.NamedModel(name=name, keys=self._models[name].keys) for name in self.served]
 
     @property
@@ -96,12 +96,12 @@ class ModelTable:
             await self._save({**self._models, name: removed})
 
     async def forget(self, name: str) -> None:
-        """Its last worker has ended."""
+        """The model's last worker has ended."""
         async with self._changing:
             await self._save({key: each for key, each in self._models.items() if key != name})
 
     def report(self, report: pb.RouterReport) -> None:
-        """What a router has of a model."""
+        """A router's report on a model."""
         if report.active_requests and report.model in self._models:
             self._models[report.model].busy_at[report.router_id] = self._clock()
 

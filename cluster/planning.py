@@ -150,7 +150,7 @@ def _costs(reports: list[pb.RouterReport]) -> Costs:
 async def run_planner(rounds: PlanRounds, manager: FleetManager, model: str) -> None:
     """Ends a model's rounds and acts on their decisions.
 
-    A worker that switches its role counts in its new pool from the moment it is told. New workers
+    A worker that switches its role counts in its new pool as soon as it is asked to. New workers
     become actors at once: an actor that waits for a place is what Ray's autoscaler adds nodes
     for. Workers only go by draining.
     """

@@ -117,7 +117,7 @@ def _prepare_model(config: Config, workers_here: bool) -> Config:
 
 
 def _check_embedding_model(config: Config) -> str:
-    """Its folder, which all processes find; empty without one."""
+    """The embedding model's folder, as an absolute path; empty without one."""
     if not config.embedding_model:
         return ""
     folder = Path(config.embedding_model).expanduser().absolute()
@@ -286,7 +286,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def free_port(host: str) -> int:
     """A port that nobody listens on, outside the ranges from which ports are assigned.
 
-    It is reserved until this process ends: whoever shall listen on it may take long to start.
+    It is reserved until this process ends: the process that listens on it may start late.
     """
     for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):
         with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ from baton.core.errors import InvalidRequest, Unavailable
 from baton.v1 import cluster_pb2 as pb
 
 PREFIX = "baton-"
-"""Of every cluster's Ray namespace."""
+"""Every cluster's Ray namespace begins with this."""
 
 # Nothing of ours goes through Ray's object store; this is its minimum.
 _OBJECT_STORE_BYTES = 80 * 2**20
@@ -143,7 +143,7 @@ def save_adapters(adapters: Mapping[str, pb.NamedAdapter]) -> None:
 
 
 def load_adapters() -> dict[str, pb.NamedAdapter]:
-    """By name; those without an adapter were removed."""
+    """Adapters by name; entries without an adapter were removed."""
     held = pb.Members.FromString(_get(_ADAPTERS) or b"")
     return {named.name: named for named in held.adapters}
 
@@ -185,7 +185,7 @@ def _get(key: str) -> Any:
 
 
 def cluster_name() -> str:
-    """Among all clusters that ever run on this node."""
+    """A name that is unique among all clusters that ever run on this node."""
     return f"{ray.get_runtime_context().gcs_address}/{_namespace()}"
 
 
@@ -207,11 +207,11 @@ class _FewProcesses(parameter.RayParams):  # type: ignore[misc]
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of what starts the server behind the dashboard, for which Ray would wait."""
+    """Replaces the start of the dashboard's server, which Ray would wait for."""
 
 
 def _not_wanted() -> ImportError:
-    """In place of what finds the dashboard's libraries: without, a node's agent serves no HTTP."""
+    """Replaces the check for the dashboard's libraries: without them an agent serves no HTTP."""
     return ImportError("the dashboard is not used")
 
 

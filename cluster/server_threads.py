@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
-"""Beyond the time that requests have to finish."""
+"""Added to the time that requests have to finish."""
 
 REPORT_SECONDS = 1.0
 

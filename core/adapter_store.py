@@ -35,15 +35,15 @@ HUB = "hub:"
 """Before what is allowed of a hub: "hub:org/*"."""
 
 KEPT_COPIES = 256
-"""Of fetched adapters, on a node."""
+"""The most copies of fetched adapters on a node."""
 
 _DIGEST_BYTES = 16
 _BLOCK_BYTES = 1 << 20
 
 
 def resolve_adapter(place: str) -> str:
-    """The same adapter by a name that means the same to every process: an absolute path, or the
-    commit that a hub's revision is now."""
+    """The adapter's name with the same meaning for every process: an absolute path, or the commit
+    of a hub's revision."""
     name = hub_name(place)
     if name is None:
         return str(Path(place).expanduser().absolute())
@@ -127,7 +127,7 @@ def find_adapter(place: str) -> Adapter:
 
 
 def digest_of(folder: Path) -> bytes:
-    """Of the adapter in a folder. Reads all of it."""
+    """The digest of the adapter in a folder. Reads all of it."""
     scales = asdict(read_adapter_config(folder).scales)
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"baton-adapter")
     digest.update(json.dumps(scales, sort_keys=True).encode() + b"\n")

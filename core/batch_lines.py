@@ -93,7 +93,7 @@ def check_lines(path: Path, endpoint: str = "") -> tuple[int, list[tuple[int, In
 
 
 def pending_lines(path: Path, done: Container[str]) -> Iterator[BatchLine]:
-    """Those of a checked file that are not done."""
+    """The lines of a checked file that are not done."""
     with path.open("rb") as lines:
         for text in lines:
             line = BatchLine.parse(text) if text.strip() else None
@@ -120,7 +120,7 @@ def _line(identity: str, custom_id: str, response: object, error: object) -> byt
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Of all answers in a file of results."""
+    """Tokens of all answers in a file of results."""
 
     input: int = 0
     cached: int = 0

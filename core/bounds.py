@@ -15,14 +15,14 @@ from baton.core.errors import InvalidGrammar, InvalidRequest, InvalidSampling, T
 from baton.core.types import LAST_PRIORITY, Sampling, Work
 
 MAX_REQUEST_BYTES = 8 * 2**20
-"""Of a gRPC message or an HTTP body: more than a million tokens, as text or as ids."""
+"""Bytes of a gRPC message or an HTTP body: more than a million tokens, as text or as ids."""
 
 MAX_VALUES = 300_000
-"""Of a JSON body: about 0.05 seconds, and enough for a context of 2**18 token ids. gRPC takes
-longer lists."""
+"""Values in a JSON body: they take about 0.05 seconds, and hold a context of 2**18 token ids. gRPC
+takes longer lists."""
 
 _COSTS = {b",": 1, b"[": 1, b"{": 1, b":": 3}
-"""What is beside a value or a key, and its cost in the time of a number."""
+"""Signs that come with a value or a key, and what they cost, in numbers to parse."""
 
 MAX_PROMPT_TOKENS = 2_000_000
 MAX_TOKEN_ID = 2**32 - 1
@@ -40,7 +40,7 @@ MAX_PRIORITY = LAST_PRIORITY
 """The least is -MAX_PRIORITY, which is admitted first."""
 
 TIER_PRIORITIES = {"priority": -100, "flex": 100, "batch": MAX_PRIORITY}
-"""Of service tiers; that of any other is 0."""
+"""Priorities of service tiers; that of any other is 0."""
 
 MAX_BANNED = 16_384
 """Token ids in suppress_tokens, begin_suppress_tokens and bad_words_ids together."""

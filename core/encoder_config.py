@@ -9,7 +9,7 @@ from baton.core.errors import UnsupportedModel
 from baton.core.model_store import read_json
 
 _FIRST_POSITIONS = {"bert": 0, "roberta": 2, "xlm-roberta": 2}
-"""By model_type: positions begin here."""
+"""The first position, by model_type."""
 _POOLING_PREFIX = "pooling_mode_"
 _POOLINGS = ("mean_tokens", "cls_token")
 

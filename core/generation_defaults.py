@@ -82,7 +82,7 @@ def _sampling_values(stated: Mapping[str, Any]) -> dict[str, Any]:
             values.setdefault("temperature", 1.0)
         case False:
             values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    # Where it is not said, the author's values still tell more than an edge's default.
+    # Without do_sample, the author's values still say more than an edge's default.
     return values
 
 

@@ -72,7 +72,9 @@ class GgufArchitecture:
     counts: Mapping[str, str] = field(default_factory=dict)  # whole numbers for config.json
     decimals: Mapping[str, str] = field(default_factory=dict)
     stated: Mapping[str, object] = field(default_factory=dict)  # in config.json, not in the file
-    wide_layers: int | None = None  # with so many, scores are scaled by hidden_size / heads
+    wide_layers: int | None = (
+        None  # with this many layers, scores are scaled by hidden_size / heads
+    )
     local_rope: bool = False  # layers with a window rotate by a base of their own
     partial_rotary: bool = False
 

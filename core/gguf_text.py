@@ -51,7 +51,7 @@ _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 """GPT-2's words, with digits one by one."""
 
 _STARTS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-"""Of byte-level tokenizers, where the file does not say."""
+"""Byte-level tokenizers that add it, where the file does not say."""
 
 _NO_TOKENIZER = "none"
 _IDS = {

@@ -184,8 +184,8 @@ def _snapshot(model: str, revision: str | None, files: Sequence[str], **options:
 
 @contextlib.contextmanager
 def _bars(report: Report | None = None, *, title: str = "") -> Iterator[type[tqdm]]:
-    """Of the several bars that the library makes, the one for bytes is drawn under a title, and
-    reports."""
+    """A class of progress bars: of those that the library makes, only the one for bytes is drawn,
+    under a title, and reports."""
     made: list[tqdm] = []
 
     class Bar(tqdm):

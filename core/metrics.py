@@ -151,7 +151,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """All zero for no values."""
+        """Zeros where there are no values."""
         if not len(values):
             return cls(0.0, 0.0, 0.0, 0.0)
         ordered = sorted(values)

@@ -79,8 +79,8 @@ def is_gguf(model: str) -> bool:
 
 
 def resolve(model: str) -> str:
-    """The same model by a name that means the same to every process: an absolute path, or the
-    commit that a hub's revision is now."""
+    """The model's name with the same meaning for every process: an absolute path, or the commit of
+    a hub's revision."""
     if model == EMBEDDED:
         return model
     if name := hub_name(model):
@@ -242,7 +242,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def tokenizer_text(folder: Path) -> str:
-    """In the format of tokenizer.json."""
+    """The folder's tokenizer, in the format of tokenizer.json."""
     if (folder / "tokenizer.json").is_file():
         return (folder / "tokenizer.json").read_text(encoding="utf-8")
     if (folder / SENTENCEPIECE_FILE).is_file():

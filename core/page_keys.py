@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 16
 KEY_SIZES = (KEY_BYTES, KEY_BYTES + 1)
-"""Of pages with slice 0 of the layers, and with another."""
+"""Sizes of the keys of pages with slice 0 of the layers, and with another."""
 TOKEN_BYTES = 4
 
 _DIGEST_COLUMNS = 511

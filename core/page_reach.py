@@ -14,7 +14,7 @@ def windows_of(stated: Iterable[int]) -> tuple[Window, ...]:
 
 
 def pages_held(tokens: float, page_size: int, windows: Iterable[Window]) -> float:
-    """Pages of a sequence of so many tokens, in slices with these windows: each has its own."""
+    """Pages of a sequence of `tokens` tokens. Slices have these windows, and pages of their own."""
     return sum(min(tokens, window or tokens) for window in windows) / page_size
 
 

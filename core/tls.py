@@ -28,8 +28,8 @@ CA, NODE, CLIENTS_CA, CLIENT = "ca", "node", "clients-ca", "client"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """In PEM: a process's certificate and key, and the authority that must have signed its
-    peers' certificates (None: peers need none)."""
+    """A process's certificate and key, and the authority that must have signed its peers'
+    certificates (None: peers need none), in PEM."""
 
     certificate: bytes
     key: bytes

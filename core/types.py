@@ -15,8 +15,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 """The largest gRPC message between any two processes."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Between the seeds of two answers of one request: odd and large, so that requests with nearby
-seeds share no answers."""
+"""The distance of the seeds of two answers of one request: odd and large, so that requests with
+nearby seeds share no answers."""
 
 
 class Role(enum.StrEnum):
@@ -146,7 +146,7 @@ class Pooling(enum.Enum):
 
 
 LAST_PRIORITY = 1000
-"""Of background requests, such as those of batches."""
+"""The priority of background requests, such as those of batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ ToolFormatName = Literal[
     "mistral-args",
     "qwen3-coder",
 ]
-"""Of router/answers/tool_formats.py, or as the chat template shows it."""
+"""A format of router/answers/tool_formats.py; auto derives it from the chat template."""
 
 
 class Caching(enum.Enum):

@@ -109,7 +109,7 @@ class Profile:
         return windows_of(self.windows)
 
     def pages_held(self, tokens: float) -> float:
-        """Pages of a sequence of so many tokens."""
+        """Pages of a sequence of `tokens` tokens."""
         return pages_held(tokens, self.page_size, self.slices)
 
     @property

@@ -47,7 +47,7 @@ class PrefillLoad:
 
     @property
     def work(self) -> float:
-        """The same, until the backlog is worked off."""
+        """Workers that arrivals and backlog keep busy."""
         return self.busy + self.backlog
 
     @property

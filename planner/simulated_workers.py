@@ -141,7 +141,7 @@ class PrefillPool(WorkerPool):
         self.free_at[index] = max(now, self.free_at[index]) + request.compute_seconds
 
     def columns(self, cached: Array, reached: frozenset[str]) -> PrefillColumns:
-        """As the policy sees them: active ones have room, and are connected to all others."""
+        """The pool as the policy sees it: active workers have room and reach all decode workers."""
         reaches = [reached] * len(cached)
         columns = self.pending, self.active, cached, self._none
         return PrefillColumns(self.names, reaches, *map(column_of, columns))
@@ -161,7 +161,7 @@ class PrefillPool(WorkerPool):
         return seconds, completed
 
     def remove(self, request: SimulatedRequest) -> None:
-        """Its prompt is computed."""
+        """The request's prompt is computed."""
         self.pending[request.prefill] -= request.missing_tokens
         self.prompts[request.prefill] -= 1
 
@@ -187,8 +187,7 @@ class DecodePool(WorkerPool):
         self.workers.append(DecodeBatch(at=now))
 
     def columns(self, cached: Array, pages: int, backlog: int) -> DecodeColumns:
-        """As the policy sees them, with pools of `pages`: nothing is prefilled there, or saved in a
-        second tier."""
+        """The pool as the policy sees it, `pages` each: no local prefill, and no second tier."""
         columns = (
             self.requests,
             pages - self.leased,

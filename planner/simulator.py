@@ -98,7 +98,7 @@ class Simulator:
                 self._pool(role).add(0.0)
 
     def run(self, arrivals: Iterable[TraceRequest]) -> SimulationReport:
-        """Until every request is answered."""
+        """Runs until every request is answered."""
         if self._setup.plans:
             self._at(self._setup.round_seconds, self._plan, None)
         last = 0.0
@@ -314,7 +314,7 @@ class Simulator:
                 self._price(index)
 
     def _advance(self, index: int) -> DecodeBatch:
-        """Up to now."""
+        """Runs a batch's steps up to now."""
         batch = self._decode.workers[index]
         seconds = batch.advance(self._now, self._tally.gaps)
         self._decode.busy_seconds[index] += seconds

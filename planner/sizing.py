@@ -31,7 +31,7 @@ from baton.planner.traffic_window import Window
 from baton.router.placement.cost_model import Costs
 
 RECOVERY_SECONDS = 30.0
-"""Within which a backlog should be worked off."""
+"""The time in which a backlog should be worked off."""
 
 REGRET_TIMES = 4
 """Multiple of the wait before workers are given up, after which that was not too early."""
@@ -54,7 +54,7 @@ class Pools(NamedTuple):
         return self.prefill if role is Role.PREFILL else self.decode
 
     def beyond(self, other: Pools) -> Pools:
-        """By how much each number exceeds the other's, at least 0."""
+        """The difference of each number to the other's, at least 0."""
         return Pools(*(max(0, one - two) for one, two in zip(self, other, strict=True)))
 
     def with_more(self, role: Role, count: int) -> Pools:
@@ -184,7 +184,7 @@ class Decision:
 
     @property
     def summary(self) -> str:
-        """In a few words."""
+        """The decision in a few words."""
         done = []
         if self.switch:
             role = self.switch.to

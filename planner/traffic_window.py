@@ -17,7 +17,7 @@ CLEARLY = 3.0
 two would be a false alarm several times an hour."""
 
 ROUND_SECONDS = 10.0
-"""Between two decisions."""
+"""The time between two decisions."""
 
 ROUNDS = 6
 PROMPT_ROUNDS = 30

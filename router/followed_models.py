@@ -51,7 +51,7 @@ class FollowedModels:
 
     @property
     def all(self) -> list[ServedModel]:
-        """Those that leave too."""
+        """The served models, and those that leave."""
         return [*self._models, *self._leaving]
 
     async def load(self, config: Config, keys: str = "") -> ServedModel:
@@ -177,7 +177,7 @@ class FollowedModels:
 
 
 def parse_keys(keys: str) -> dict[str, object]:
-    """Of a model, as messages carry them."""
+    """Parses a model's keys, which messages carry as JSON."""
     try:
         tree = json.loads(keys)
     except ValueError:

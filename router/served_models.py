@@ -93,7 +93,7 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """Its own, and those of its adapters."""
+        """The model's own name, and those of its adapters."""
         return [self.name, *self.serving.adapters.served]
 
     def addressed(self, request: Request, name: str) -> Request:
@@ -143,7 +143,7 @@ class ServedModels:
         return self._served.pop(name, None)
 
     def names(self, *, encoder: bool = True) -> list[str]:
-        """All that a request may give as its model."""
+        """All names that a request may give as its model."""
         names = [name for model in self for name in model.names]
         embedding = next((each.embedding_model for each in self), None) if encoder else None
         return [*names, *([embedding.name] if embedding else ())]
@@ -160,7 +160,7 @@ class ServedModels:
     def find(
         self, name: str, shown: Callable[[str], bool] = lambda _: True, *, encoder: bool = True
     ) -> ServedModel:
-        """The same for the names of adapters and, with `encoder`, of the embedding model, too."""
+        """As `named`, also by the name of an adapter or, with `encoder`, the embedding model."""
         for model in self:
             embedding = model.embedding_model if encoder else None
             if name in model.serving.adapters.served or (embedding and name == embedding.name):

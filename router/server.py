@@ -57,8 +57,8 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 2.0
 """For clients to receive the end of complete answers."""
 
-LOOK_SECONDS = 1.0
-"""Between two looks at which models are to be ready."""
+CHECK_SECONDS = 1.0
+"""Between two checks of which models must be ready."""
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -114,7 +114,7 @@ class RouterServer:
         return SharedParts(self._router_id, activity, self._metrics, responses, encoder)
 
     async def _load_models(self, controller: ControllerClient) -> None:
-        """Those that the controller serves now; the configuration's where it does not answer."""
+        """Loads the controller's models; the configuration's where it does not answer."""
         named = await controller.models()
         others = {each.name: each for each in named or ()}
         for config in served_configs(self._config):
@@ -135,7 +135,7 @@ class RouterServer:
         while waits := [each for each in self.models if not each.membership.pairs.any_usable]:
             membership = waits[0].membership
             # No longer than this: the model may be removed.
-            await membership.wait_until(lambda: membership.pairs.any_usable, LOOK_SECONDS)  # noqa: B023
+            await membership.wait_until(lambda: membership.pairs.any_usable, CHECK_SECONDS)  # noqa: B023
 
     async def serve_until(self, stopping: StopSignal) -> None:
         """Serves until the stop signal, then finishes requests within drain_seconds, and cancels

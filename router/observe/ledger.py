@@ -30,7 +30,7 @@ MAX_TRACEPARENT = 64
 
 @dataclass(slots=True)
 class AnswerLedger:
-    """Of one answer. Marks are 0 until they are made, and of time.monotonic()."""
+    """The ledger of one answer. Marks are of time.monotonic(), and 0 until they are made."""
 
     arrived: float
     parsed: float = 0.0
@@ -81,7 +81,7 @@ class AnswerLedger:
 
     @property
     def queue_seconds(self) -> float:
-        """In the router's queue, before the first token."""
+        """Seconds in the router's queue before the first token."""
         return max(self.placed - self.ready - self.lost_before, 0.0)
 
     @property
@@ -157,7 +157,7 @@ class AnswerLedger:
         self.rejected_tokens += guessed - accepted
 
     def note_tokens(self, tokens: int) -> None:
-        """New tokens have come."""
+        """New tokens have arrived."""
         now = time.monotonic()
         if not self.first:
             self.first = now
@@ -174,7 +174,7 @@ class AnswerLedger:
         self.tokens += tokens
 
     def note_text(self, *, finished: bool) -> None:
-        """Their text is ready."""
+        """The text of the new tokens is ready."""
         now = self.last_text = time.monotonic()
         self.text_seconds += now - self.last
         if not self.first_text:
@@ -202,12 +202,12 @@ _OF_THE_PROMPT = {
 
 
 def rounded(similarity: float) -> float:
-    """Down, so that it never seems to be more than it is."""
+    """Rounds down, so that it never seems higher than it is."""
     return math.floor(similarity * 1e4) / 1e4
 
 
 class RequestLedger:
-    """Of one call: an entry for each answer to each of its prompts."""
+    """The ledger of one call: an entry for each answer to each of its prompts."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class RequestLedger:
 
     @property
     def cache_header(self) -> str:
-        """Where all answers came from the response cache; else empty."""
+        """Describes a call whose answers all came from the response cache; else empty."""
         found = [each.response_cache for each in self.answers if each.response_cache]
         if len(found) < len(self.answers):
             return ""
@@ -260,7 +260,7 @@ class RequestLedger:
 
 
 class Ledgers:
-    """Of the latest requests, running ones included."""
+    """The ledgers of the latest requests, running ones included."""
 
     def __init__(self, limit: int = KEPT_REQUESTS) -> None:
         self._limit = limit

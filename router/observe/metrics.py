@@ -25,7 +25,7 @@ from baton.v1 import worker_pb2 as pb
 
 
 class CacheMetrics:
-    """Of the response cache, which the models of a router share."""
+    """Metrics of the response cache, which the models of a router share."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         registry = registry or CollectorRegistry()
@@ -56,7 +56,7 @@ class MetricsByModel(Collector):
         self.registry.register(self)
 
     def of(self, model: str, links: Iterable[WorkerLink]) -> RouterMetrics:
-        """Of a model from now on, and of its workers."""
+        """Adds the metrics of a model and its workers."""
         metrics = self._models[model] = RouterMetrics()
         metrics.watch(links)
         return metrics

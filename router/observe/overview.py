@@ -32,11 +32,11 @@ class RouterOverview:
     began: float = field(default_factory=time.monotonic)
 
     def status(self, caller: Caller) -> pb.StatusResponse:
-        """Of the models that the caller may use."""
+        """The status of the models that the caller may use."""
         return self._status(self._shown(caller)) if caller.admin else self.public_status(caller)
 
     def public_status(self, caller: Caller) -> pb.StatusResponse:
-        """Without addresses and paths, which are for admins."""
+        """The status without addresses and paths, which are for admins."""
         status = self._status(self._shown(caller))
         for worker in status.workers:
             worker.member.address = ""
@@ -79,7 +79,7 @@ class RouterOverview:
         )
 
     def metrics_addresses(self) -> list[str]:
-        """Of the workers that serve metrics."""
+        """The metrics addresses of workers."""
         links = (link for model in self.models for link in model.membership.links)
         addresses = (link.welcome.metrics_address for link in links if link.welcome)
         return sorted(filter(None, addresses))
@@ -96,7 +96,7 @@ class RouterOverview:
         return found
 
     def _shown(self, caller: Caller) -> list[ServedModel]:
-        """Those that the caller may use, or an adapter of which; an admin sees all."""
+        """The models that the caller may use, or may use an adapter of; an admin sees all."""
         may_use = caller.key.may_use
         return [each for each in self.models if caller.admin or any(map(may_use, each.names))]
 
@@ -115,7 +115,7 @@ class RouterOverview:
         return max(shown, key=lambda model: model.serving.trends.traffic().answers)
 
     def timing(self, request_id: str, caller: Caller) -> timing_pb2.RequestTiming:
-        """Of one of the caller's own requests; an admin sees all."""
+        """The time breakdown of one of the caller's own requests; an admin sees all."""
         owner = None if caller.admin else caller.key.name
         ledger = self.activity.ledgers.find(request_id, owner)
         if ledger is None:

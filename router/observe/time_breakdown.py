@@ -14,7 +14,7 @@ from baton.router.observe.ledger import AnswerLedger, RequestLedger
 from baton.v1 import timing_pb2 as pb
 
 KEY = "baton-timing-bin"
-"""Of the trailer that holds a RequestTiming."""
+"""The name of the trailer with a RequestTiming."""
 
 TRAILER_BYTES = 6 * 2**10
 """Clients accept 8 KiB of metadata by default."""
@@ -159,7 +159,7 @@ def _workers(ledger: AnswerLedger) -> tuple[str, str]:
 
 
 def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float, prefill: str) -> None:
-    """Up to the first token."""
+    """Phases up to the first token."""
     fetch = min(ledger.fetch_seconds, ledger.prefill_wait)
     line.cut(ledger.parsed or end, pb.PHASE_KIND_PARSE)
     line.cut(
@@ -200,7 +200,7 @@ def _cut_second_token(line: _Timeline, ledger: AnswerLedger, prefill: str, decod
 
 
 def _cut_later_tokens(line: _Timeline, ledger: AnswerLedger, end: float, worker: str) -> None:
-    """Up to the end: the rest of the answer, then its last bytes."""
+    """Phases up to the end: the rest of the answer, then its last bytes."""
     text = max(ledger.text_seconds - (ledger.first_text - ledger.first), 0.0)
     text -= ledger.last_text - ledger.last
     decode = max(ledger.last - line.at - ledger.lost_after - max(text, 0.0), 0.0)

@@ -42,7 +42,7 @@ def _bin(value: float, growth: float = _GROWTH) -> int:
 
 
 class Histogram:
-    """Of positive numbers, in sparse bins; `growth` is the logarithm of a bin's width."""
+    """Counts positive numbers in sparse bins; `growth` is the logarithm of a bin's width."""
 
     __slots__ = ("_bins", "_growth", "_sum")
 
@@ -193,7 +193,7 @@ class Trends:
         bucket.output_length.note(ledger.tokens)
 
     def traffic(self) -> pb.Traffic:
-        """Of the last minute, or since the start where that is later."""
+        """The traffic of the last minute, or since the start where that is later."""
         self._fold()
         now = self._clock()
         oldest = int((now - WINDOW_SECONDS) / BUCKET_SECONDS) + 1
@@ -261,7 +261,7 @@ class Demand:
         counts.overhead_seconds += max(0.0, overhead)
 
     def answer(self, ledger: AnswerLedger, pages_held: Callable[[float], float]) -> None:
-        """An answer is complete. `pages_held` are those of so many tokens."""
+        """An answer is complete. `pages_held` gives the pages of a number of tokens."""
         counts = self._counts
         counts.answers += 1
         counts.answer_tokens += ledger.tokens

@@ -124,7 +124,7 @@ class Costs:
         return min(tokens, self.answer_tokens) * steps
 
     def room_seconds(self, waiting: int, requests: int, pages: int) -> float:
-        """Until `waiting` requests have room: one place for each answer that ends."""
+        """Seconds until `waiting` requests have room: each answer that ends leaves one place."""
         one_answer = self.answer_tokens * self.step_seconds(requests, pages)
         return waiting * one_answer / (requests + (requests == 0))
 
@@ -200,7 +200,7 @@ class CostModel:
             self._note(self._hidden, (1.0,), exposed)
 
     def note_fetch(self, size: int, seconds: float) -> None:
-        """Pages of `size` bytes were fetched, or waited for in vain."""
+        """Pages of `size` bytes were fetched, or did not come in time."""
         if self._fetch is None:
             self._fetch = OnlineFit(self.costs.fetch, REQUEST_MEMORY)
         self._note(self._fetch, (1.0, float(size)), seconds)
@@ -244,8 +244,8 @@ class CostModel:
         )
 
     def _estimate_prompts(self) -> tuple[PromptCosts, PromptCosts]:
-        """Of prefill and of decode workers. Stale estimates decay toward the other role's, so that
-        it is tried again."""
+        """Estimates for prefill and for decode workers. A stale one decays toward the other role's,
+        so that it is tried again."""
         known = {role: PromptCosts(*fit.coefficients) for role, fit in self._prompts.items()}
         prefill, local = known.get(Role.PREFILL), known.get(Role.DECODE)
         if prefill is None or local is None:

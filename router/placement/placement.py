@@ -86,7 +86,7 @@ Column = Sequence[int] | NDArray[numpy.int64]
 """A number for each worker of a pool: a list, or an array where there are many."""
 
 MANY_WORKERS = 20
-"""From which on arrays are faster than lists."""
+"""With this many workers or more, arrays are faster than lists."""
 
 
 def columns_of(rows: Sequence[tuple[int, ...]]) -> Sequence[Column]:

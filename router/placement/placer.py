@@ -33,7 +33,7 @@ from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 
 UNPROVEN_SECONDS = 5.0
-"""After which estimates are tried, if they have refused everything."""
+"""Without a placement for this long, estimates no longer refuse requests."""
 
 
 class Topology:
@@ -144,8 +144,8 @@ class Placer:
         caution: float = 0.0,
     ) -> Placement | BatonError:
         """Returns the placement, or why the request must wait. DeadlineExceeded: its answer is
-        predicted later than in `seconds_left`, after a `wait` of so many seconds. A share,
-        `caution`, of what it will wait is added."""
+        predicted later than in `seconds_left`, after a `wait` of seconds in the queue. `caution`
+        is a share of the waits that is added."""
         snapshot = self._snapshot(work, suspicion)
         if seconds_left < math.inf and self.costs.knows_prompts and not self._unproven:
             answer = earliest_answer(snapshot)
@@ -158,7 +158,7 @@ class Placer:
         return choose(snapshot, one_token=work.tokens_wanted == 1)
 
     def first_token(self, work: Work) -> PredictedSeconds:
-        """Nothing where it is not known."""
+        """The predicted time to the first token; 0 where it is not known."""
         if not self.costs.knows_prompts or self._unproven:
             return PredictedSeconds(0.0, 0.0)
         return earliest_first_token(self._snapshot(work, Suspicion.NONE))
@@ -196,7 +196,7 @@ class Placer:
         return sum(link.prompts.busy_seconds for link in self._topology.prefill)
 
     def pages_held(self, tokens: float) -> float:
-        """Pages of a sequence of so many tokens."""
+        """Pages of a sequence of `tokens` tokens."""
         topology = self._topology
         return pages_held(tokens, topology.page_size, topology.windows)
 

@@ -117,7 +117,7 @@ def _full(role: str) -> Exhausted:
 def why_no_pair(
     prefill: Sequence[str], decode: Sequence[str], mismatches: Sequence[str]
 ) -> Unavailable:
-    """Of these workers no prefill worker can push to a decode worker."""
+    """Why no prefill worker of these can push to a decode worker."""
     if not prefill:
         return Unavailable("no prefill worker is ready")
     if not decode:

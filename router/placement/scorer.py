@@ -72,7 +72,7 @@ class PrefillScores:
         return Forecast(self.first_token[row], pending, self.cached_tokens[row])
 
     def costs(self) -> list[float]:
-        """With what the prompt's compute costs requests on decode workers."""
+        """First-token times, plus what the prompt's compute costs requests on decode workers."""
         snapshot = self._snapshot
         if snapshot.strategy is Strategy.ROUND_ROBIN:
             return [0.0] * len(self.compute)
@@ -84,10 +84,9 @@ class PrefillScores:
         ]
 
     def _consider_fetches(self) -> None:
-        """Where a decode worker holds more of the prompt than the prefill worker does, as after an
-        answer of its own, the prefill worker fetches those pages if that takes less than to compute
-        them. The fetch runs beside the compute of earlier prompts, so only the rest is waited
-        for."""
+        """A prefill worker fetches pages from a decode worker that holds more of the prompt, as
+        after an answer, if that takes less than computing them. The fetch runs beside the compute
+        of earlier prompts, so only the rest adds to the wait."""
         workers = self._snapshot.decode
         columns = _listed(workers.cached_tokens), _listed(workers.saved_tokens), workers.worker_ids
         held = [(cached - saved, name) for cached, saved, name in zip(*columns, strict=True)]
@@ -149,9 +148,9 @@ class DecodeScores:
         self._transfers = _evaluate(transfer, workers.cached_tokens)
 
     def costs(self, compute: float) -> list[float]:
-        """Of answers whose pages travel behind so much compute: with the wait for the last page
-        once the prompt is computed, or for prompts in local prefill. Pages of the second tier are
-        restored meanwhile."""
+        """Costs of answers whose pages travel behind `compute` seconds. They include the wait for
+        the last page once the prompt is computed, or for prompts in local prefill. Pages of the
+        second tier are restored meanwhile."""
         if not self._aware:
             return self.answers
         workers, costs = self._snapshot.decode, self._snapshot.costs
@@ -215,7 +214,7 @@ def _after_load(seconds: Any, lacks: Any) -> Any:
 
 
 def _load_costs(snapshot: Snapshot) -> list[float]:
-    """Of answers for the other strategies. Least loaded: the fewest requests; of those, the most
+    """Costs of answers for the other strategies. Least loaded: the fewest requests, then the most
     free pages."""
     workers = snapshot.decode
     if snapshot.strategy is not Strategy.LEAST_LOADED:
@@ -262,7 +261,7 @@ def best_pair(
 
 
 def preferred(snapshot: Snapshot, rows: list[int], cached: Column) -> list[int]:
-    """Among equally cheap rows: the one with most cached first, then another one each turn."""
+    """Orders rows for ties: most cached first, then a different one each turn."""
     start = snapshot.turn % len(rows)
     turned = rows[start:] + rows[:start]
     if snapshot.strategy is Strategy.KV_AWARE:
@@ -293,7 +292,7 @@ class PredictedSeconds(NamedTuple):
 
 
 def earliest_answer(snapshot: Snapshot) -> PredictedSeconds:
-    """Of the last token on the fastest workers, whether or not these have room."""
+    """Time to the last token on the fastest workers, whether or not they have room."""
     first, rest = earliest_first_token(snapshot), _shortest_decode(snapshot)
     return PredictedSeconds(first.waiting + rest.waiting, first.own + rest.own)
 
@@ -316,7 +315,7 @@ def _shortest_decode(snapshot: Snapshot) -> PredictedSeconds:
 
 
 def earliest_first_token(snapshot: Snapshot) -> PredictedSeconds:
-    """On the fastest worker, whether or not that has room."""
+    """Time to the first token on the fastest worker, whether or not it has room."""
     scores = PrefillScores(snapshot)
     firsts, computes = scores.first_token, scores.compute
     if snapshot.local is not LocalPrefill.NEVER:

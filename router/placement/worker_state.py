@@ -109,8 +109,8 @@ def _move(keys: Collection[bytes], to: dict[bytes, None], out_of: dict[bytes, No
 
 
 def _leading(keys: Sequence[bytes], known: Container[bytes]) -> int:
-    """By bisection, since caches hold a prefix from its front and evict it from its end: ten
-    lookups for 512 pages. Where a page is missing in the middle, the result may be too large."""
+    """Bisects, since caches hold a prefix from its front and evict it from its end: ten lookups for
+    512 pages. Where a page is missing in the middle, the result may be too large."""
     if not keys or keys[0] not in known:
         return 0
     if keys[-1] in known:

@@ -69,7 +69,7 @@ class Admission:
         self.service = self._queue.service
         self._longest_wait = min(config.queue_timeout, config.ttft or math.inf)
         # Suspects may have to wait for each other. They wait beside the queue, so that others do
-        # not wait for them, and are looked at first.
+        # not wait for them, and are tried first.
         self._suspects: set[Place] = set()
         self._orders = itertools.count()
         self._waiters: dict[Place, asyncio.Event] = {}
@@ -199,7 +199,7 @@ class Admission:
             )
 
     def wake(self) -> None:
-        """Something changed: suspects look again, and then the head of the queue."""
+        """Something changed: suspects try again, then the head of the queue."""
         for place in (*sorted(self._suspects), self._queue.head):
             if place is not None:
                 self._waiters[place].set()
@@ -225,8 +225,8 @@ class Admission:
         self.wake()
 
     def _give_up_at(self, obstacle: BatonError, began: float) -> float:
-        """Until when a request waits that has waited since `began`. Workers lost while it waits
-        have as long to come back as if it had just arrived."""
+        """When a request that has waited since `began` gives up. Workers lost while it waits have
+        as long to come back as if it had just arrived."""
         latest = began + self._config.queue_timeout
         if not isinstance(obstacle, Unavailable):
             return latest

@@ -202,7 +202,7 @@ class RunningAttempt:
 
     @property
     def loss(self) -> Loss | None:
-        """Of one of its workers, whose process ended or cannot be reached."""
+        """The loss of a worker of its own: the process ended or cannot be reached."""
         links = zip(self._assignment.links, self._agents, strict=True)
         return next((link.loss for link, agent in links if link.agent != agent), None)
 

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from baton.router.requests.attempt import AttemptEvent
 
 PAUSE = 0.5
-"""Between two rounds, as a share of the first one's duration."""
+"""The pause after a round, as a share of its duration."""
 
 SHORTEST_PAUSE = 0.001
-"""In seconds. Timers are no finer."""
+"""Seconds. Timers are no finer."""
 
 
 class Rounds:

@@ -29,13 +29,13 @@ from baton.router.response_cache.verification import OTHER, SAME, verification_c
 from baton.router.workers.membership import Membership
 
 MOST_CHARACTERS = 16
-"""Of a token, about: longer answers are cut before they are tokenized."""
+"""Characters of a token, at most, about: longer answers are cut before they are tokenized."""
 
 INLINE_CHARACTERS = 512
 """Longer texts are tokenized in a thread; shorter ones take less than handing them to one."""
 
 BIAS = 100.0
-"""Of the two words: far more than logits differ, so that no other token comes."""
+"""The logit bias of the two words: far more than logits differ, so no other token comes."""
 
 Result = TypeVar("Result")
 
@@ -74,7 +74,7 @@ class QuestionRequests:
         return work.sampling.logit_bias[0][0] in deltas[0].token_ids
 
     async def _beginning(self, text: str) -> list[int]:
-        """Its tokens, cut before the last one, which ends a text."""
+        """The tokens of as much of a text as fits, and the last one, which ends a text."""
         most = self.embedding_model.max_tokens
         cut = text[: MOST_CHARACTERS * most]
         tokens = await self._in_thread(self.embedding_model.text.encode, cut)

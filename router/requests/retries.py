@@ -43,7 +43,7 @@ SHORTEST_DELAY_SECONDS = 0.02
 LONGEST_DELAY_SECONDS = 1.0
 
 UNCOUNTED = (WorkerDrained, QuarantineFull)
-"""Ends of attempts that are the worker's affair alone."""
+"""Errors that concern the worker alone: such attempts do not count."""
 
 
 class RetryState:
@@ -128,7 +128,7 @@ class RetryState:
 
     @property
     def _attempts(self) -> int:
-        """Those that count."""
+        """The number of attempts that count."""
         acquitted = len(self._losses) - self._charges
         return len(self.placements) - self._uncounted - acquitted
 

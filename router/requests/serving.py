@@ -77,7 +77,7 @@ class ActiveRequests:
 
 
 class Activity(ActiveRequests):
-    """Of a router, for all its models: the limit of its requests, their ledgers, text threads."""
+    """What a router's models share: the limit of requests, their ledgers, the text threads."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Serving(ActiveRequests):
     async def generate_all(
         self, requests: Sequence[Request], ledger: RequestLedger, emit: Emit
     ) -> None:
-        """The same for all requests of a call. The first error ends all."""
+        """Generates for all requests of a call. The first error ends all."""
         places = enumerate(requests)
         await gather_all([self.generate(each, ledger, emit, place) for place, each in places])
 

@@ -45,7 +45,7 @@ class Loss:
         return not self.hung and self.verdict is None
 
     def finding(self, request_id: str, *, alone: bool = False) -> Finding:
-        """Of whatever attempt: a worker may still have run an earlier one. `alone` if it was."""
+        """Any attempt counts: a worker may still have run an earlier one. `alone`: it ran alone."""
         if self.hung and alone:
             return Finding.CULPRIT
         if self.verdict is None:
@@ -59,7 +59,7 @@ class Loss:
 
 
 class Losses:
-    """Those that requests still remember."""
+    """The losses that requests still refer to."""
 
     def __init__(self) -> None:
         self._losses: weakref.WeakSet[Loss] = weakref.WeakSet()

@@ -16,25 +16,26 @@ SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 
 LEAST_FREE_SHARE = 0.01
-"""Of the admissions, that requests which join later and go first leave to others."""
+"""The least share of admissions left to a request by those that join later and go first."""
 
 MANY_PACES = 1000
-"""From which on old ones are forgotten."""
+"""Tenants above which idle ones are forgotten."""
 
 MEMORY_SECONDS = 5.0
-"""After which an interval between admissions has a third of its weight."""
+"""The time in which the weight of an interval between admissions falls to a third."""
 
 SHORTEST_RATE_SECONDS = 1.0
-"""Over which a rate is measured."""
+"""The shortest time that a rate is measured over."""
 
 REMEMBERED_SECONDS = 10.0
-"""For which intervals are remembered while nothing waits."""
+"""How long intervals are remembered while nothing waits."""
 
 SERVICE_REQUESTS = 50
-"""After which a request's seconds on workers have a third of their weight."""
+"""Requests in which the weight of one request's seconds on workers falls to a third."""
 
 SERVICE_SECONDS = 1.0
-"""Of admissions as often as requests end: what is assumed before admissions are measured."""
+"""Until admissions are measured, this many seconds of them are assumed, as often as requests
+end."""
 
 
 class Place(NamedTuple):
@@ -58,7 +59,7 @@ class ServicePace:
         self.running += 1
 
     def end(self, seconds: float) -> None:
-        """A request ran for so long."""
+        """A request ran for `seconds`."""
         self.running -= 1
         self._ended = min(self._ended + 1, SERVICE_REQUESTS)
         self._seconds += (seconds - self._seconds) / self._ended
@@ -121,7 +122,7 @@ class AdmissionPace:
 
 
 class JoinRate:
-    """How many requests join a second, of late."""
+    """How many requests join a second, recently."""
 
     def __init__(self) -> None:
         self._count = 0.0
@@ -146,7 +147,7 @@ class JoinRate:
 
 
 class TenantPace:
-    """Of a tenant's requests with one priority."""
+    """How a tenant's requests of one priority join and are admitted."""
 
     def __init__(self) -> None:
         self.joins = JoinRate()
@@ -154,8 +155,8 @@ class TenantPace:
         self.admissions = AdmissionPace()
 
     def expected_wait(self, now: float, own: int) -> float:
-        """Of a request behind `own` others of the tenant: at least as long as none of these has
-        been admitted."""
+        """The wait behind `own` other requests of the tenant: at least the time since one of them
+        was admitted."""
         if not own:
             return 0.0
         return max(own * self.admissions.interval(), self.admissions.since_admission(now))
@@ -260,8 +261,8 @@ class WaitQueue:
         self._tenant(place, now).admissions.admitted(now, self._count(place) - 1)
 
     def expected_wait(self, place: Place, now: float) -> float:
-        """The seconds for which a request would wait that joins at this place: at least as long as
-        none has been admitted."""
+        """Seconds that a request which joins at this place would wait: at least the time since the
+        last admission."""
         if not any(priority <= place.priority for priority in self._waiting):
             return 0.0
         expected = max(
@@ -274,10 +275,10 @@ class WaitQueue:
         return expected
 
     def _expected_wait(self, place: Place, now: float) -> float:
-        """By the requests that go first, and those that join before it is admitted and go first
-        too: the larger solution of seconds = interval * (ahead + joining * seconds). Others of its
-        priority go first until they have had as many turns as its own tenant, so `ahead` and
-        `joining` depend on the seconds; beginning with no end of them, each turn gives fewer."""
+        """Counts the requests that go first, and those that join later and go first too: the larger
+        solution of seconds = interval * (ahead + joining * seconds). Other tenants of its priority
+        go first until they have had as many turns as its own, so `ahead` and `joining` depend on
+        the seconds: starting at infinity, each iteration gives fewer."""
         own, interval = self._count(place), self._interval
         earlier = [each for each in self._waiting if each < place.priority]
         ahead = own + sum(n for each, n in self.priorities.items() if each < place.priority)

@@ -93,7 +93,7 @@ class ControllerClient:
         return await self._call(lambda control: control.Plan, request)
 
     async def models(self) -> list[pb.NamedModel] | None:
-        """Those to serve; None where no controller answers."""
+        """The models to serve; None where no controller answers."""
         if not self.address:
             return None
         try:

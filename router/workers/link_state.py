@@ -85,7 +85,7 @@ class PingFence:
         self._pings += 1
 
     def close(self) -> None:
-        """Until the latest ping is answered."""
+        """Stays closed until the latest ping is answered."""
         self._awaited = self._pings
 
     def answer_received(self) -> bool:
@@ -182,7 +182,7 @@ class Peers:
         return sum(answer is not None for answer in self._answers.values())
 
     def ask(self, agent: str) -> bool:
-        """Returns whether the worker is to be asked: it was not yet."""
+        """Returns True the first time: the worker must be asked."""
         new = agent not in self._answers
         self._answers.setdefault(agent, None)
         return new

@@ -154,7 +154,7 @@ class Membership:
 
     @property
     def model_digest(self) -> bytes:
-        """Of the workers' model and its dtype; empty where they have none, or not the same."""
+        """Names the workers' model and dtype; empty where they report none, or differ."""
         layouts = [link.welcome.pool.layout for link in self.links if link.welcome]
         models = {f"{layout.model} {layout.dtype}" for layout in layouts if layout.model}
         return models.pop().encode() if len(models) == 1 else b""
