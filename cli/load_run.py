@@ -21,6 +21,7 @@ from rich.text import Text
 
 from baton.cli.load_test import Load
 from baton.cli.terminal import grid
+from baton.cli.views import time_text
 from baton.connection import TLS_VARIABLE
 from baton.core.errors import BatonError, InvalidConfig, InvalidRequest, Unavailable
 from baton.core.metrics import PERCENTILES, Spread
@@ -242,7 +243,7 @@ def render(report: LoadReport, objective: Objective) -> RenderableType:
     }
     for name, spread in rows.items():
         values = (spread.mean, spread.p50, spread.p90, spread.p99)
-        table.add_row(name, *(_time(value) for value in values))
+        table.add_row(name, *(time_text(value) for value in values))
     headline = (
         f"{report.requests - report.failed} of {report.requests} answered in"
         f" {report.seconds:.1f} s: {report.requests_per_second:.2f} requests a second,"
@@ -255,16 +256,12 @@ def render(report: LoadReport, objective: Objective) -> RenderableType:
 
 def _goodput(report: LoadReport, objective: Objective) -> list[Text]:
     limits = {"TTFT": objective.ttft_seconds, "TPOT": objective.tpot_seconds}
-    wanted = ", ".join(f"{name} ≤ {_time(limit)}" for name, limit in limits.items() if limit)
+    wanted = ", ".join(f"{name} ≤ {time_text(limit)}" for name, limit in limits.items() if limit)
     share = report.good / max(report.requests, 1)
     text = (
         f"goodput ({wanted}): {report.goodput_per_second:.2f} requests a second, {share:.0%} of all"
     )
     return [Text(text)] if wanted else []
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms" if seconds < 1.0 else f"{seconds:,.2f} s"
 
 
 def check_plot(path: Path) -> None:

@@ -51,10 +51,6 @@ class Fleet:
     named: Pools = NONE  # names given so far, of each role
     models: Mapping[str, str] = field(default_factory=dict)  # the model of each worker
 
-    @classmethod
-    def of(cls, wanted: Pools, model: str = "") -> Fleet:
-        return cls({}).scaled(wanted, model=model)
-
     @property
     def wanted(self) -> Pools:
         """The wanted workers of all models."""

@@ -136,7 +136,7 @@ class FollowedModels:
         """Ends the name; its requests run on."""
         if model := self._models.remove(name):
             self._leaving.append(model)
-            task = asyncio.create_task(self._see_off(model))
+            task = asyncio.create_task(self._close_when_idle(model))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             self._on_change()
@@ -168,7 +168,7 @@ class FollowedModels:
             return False
         return True
 
-    async def _see_off(self, model: ServedModel) -> None:
+    async def _close_when_idle(self, model: ServedModel) -> None:
         await model.serving.idle.wait()
         self._leaving.remove(model)
         await model.close()

@@ -55,7 +55,7 @@ class AttemptEnded:
     error: BatonError
     retry: bool  # another attempt may succeed
     loss: Loss | None = None  # a worker died, or counts as dead
-    hearsay: bool = False  # a worker reports another as lost, whose own stream is to confirm it
+    unconfirmed: bool = False  # a worker reports another as lost; its own stream must confirm it
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class Attempt:
                 self._held.discard(Role.PREFILL)
             case "failed":
                 error = failed_from(event.failed)
-                hearsay = isinstance(error, WorkerLost)
-                return [AttemptEnded(error, event.failed.retry, hearsay=hearsay)]
+                lost = isinstance(error, WorkerLost)
+                return [AttemptEnded(error, event.failed.retry, unconfirmed=lost)]
         return []
 
     def time_out(self, seconds: float) -> AttemptEnded:

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 CANARY_SECONDS = 10.0
 """How long a canary may take."""
 
-HEARSAY_SECONDS = 0.5
+CONFIRM_SECONDS = 0.5
 """How long a lost worker's own stream may take to confirm what another worker reported."""
 
 
@@ -150,9 +150,9 @@ class Dispatcher:
 
     async def _confirmed(self, running: RunningAttempt, ended: AttemptEnded) -> AttemptEnded:
         """Waits, where a worker reported another as lost, for that one's own stream to end."""
-        if not ended.hearsay:
+        if not ended.unconfirmed:
             return ended
-        await self.membership.wait_until(lambda: running.loss is not None, HEARSAY_SECONDS)
+        await self.membership.wait_until(lambda: running.loss is not None, CONFIRM_SECONDS)
         return replace(ended, loss=running.loss)
 
     def _retry(self, state: RetryState, assignment: Assignment, ended: AttemptEnded) -> None:
@@ -177,7 +177,7 @@ class RunningAttempt:
         suspicion: Suspicion,
         ledger: AnswerLedger,
     ) -> None:
-        self._inbox = Inbox(dispatcher.rounds, self._handle, self._more_patience)
+        self._inbox = Inbox(dispatcher.rounds, self._handle, self._more_time)
         self._feedback = Feedback(work, assignment, dispatcher.placer, dispatcher.metrics, ledger)
         self._config = dispatcher.config
         # When a worker may get another request in place of this one.
@@ -202,7 +202,7 @@ class RunningAttempt:
 
     @property
     def loss(self) -> Loss | None:
-        """The loss of a worker of its own: the process ended or cannot be reached."""
+        """The loss of one of its workers: the process ended or cannot be reached."""
         links = zip(self._assignment.links, self._agents, strict=True)
         return next((link.loss for link, agent in links if link.agent != agent), None)
 
@@ -229,29 +229,29 @@ class RunningAttempt:
         """Calls `push` with tokens as they come, until it returns False. Returns how the attempt
         ended where it ended before."""
         self._push = push
-        if not await self._inbox.drain(self._patience):
-            return self._attempt.time_out(self._patience)
+        if not await self._inbox.drain(self._timeout):
+            return self._attempt.time_out(self._timeout)
         return self._ended
 
     @property
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         """Before its first decode step, the request may just be queued."""
         config = self._config
         return config.stall_timeout if self._attempt.decoding else config.first_token_timeout
 
-    def _more_patience(self) -> float:
+    def _more_time(self) -> float:
         """A background request may have paused."""
         if not self._attempt.work.background:
             return 0.0
         paused_at = max(link.paused_at for link in self._assignment.links)
-        return max(0.0, paused_at + self._patience - time.monotonic())
+        return max(0.0, paused_at + self._timeout - time.monotonic())
 
     def _handle(self, events: list[AttemptEvent]) -> float:
         tokens = self._tokens(events)
         if tokens is not None and not self._push(tokens):
             self._ended = None  # whatever came after the last wanted token
             return 0.0
-        return 0.0 if self._ended else self._patience
+        return 0.0 if self._ended else self._timeout
 
     def _tokens(self, events: list[AttemptEvent]) -> Tokens | None:
         """Carries out what the events lead to, up to the attempt's end."""

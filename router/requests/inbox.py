@@ -68,13 +68,13 @@ class Inbox:
         self,
         rounds: Rounds,
         handle: Callable[[list[AttemptEvent]], float],
-        more_patience: Callable[[], float] = lambda: 0.0,
+        more_time: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`handle` returns for how many seconds to wait for more events; 0 ends the draining. If
-        none comes, `more_patience` returns for how many more."""
+        none comes, `more_time` returns for how many more."""
         self._rounds = rounds
         self._handle = handle
-        self._more_patience = more_patience
+        self._more_time = more_time
         self._loop = asyncio.get_running_loop()
         self._events: list[AttemptEvent] = []
         self._over: asyncio.Future[bool] = self._loop.create_future()
@@ -85,10 +85,10 @@ class Inbox:
         if len(self._events) == 1:
             self._rounds.join(self._hand_over)
 
-    async def drain(self, patience: float) -> bool:
+    async def drain(self, seconds: float) -> bool:
         """Hands events over until the handler ends it. Returns False when none came in time; the
-        first must come within `patience` seconds. Raises what the handler raises."""
-        self._deadline = self._loop.time() + patience
+        first must come within `seconds` seconds. Raises what the handler raises."""
+        self._deadline = self._loop.time() + seconds
         self._check_deadline()
         try:
             return await self._over
@@ -100,14 +100,14 @@ class Inbox:
             return
         events, self._events = self._events, []
         try:
-            patience = self._handle(events)
+            seconds = self._handle(events)
         except Exception as error:  # noqa: BLE001 raised in `drain`
             self._over.set_exception(error)
             return
-        if not patience:
+        if not seconds:
             self._over.set_result(True)
             return
-        self._deadline = self._loop.time() + patience
+        self._deadline = self._loop.time() + seconds
         if self._timer.when() > self._deadline:
             self._timer.cancel()
             self._check_deadline()
@@ -116,7 +116,7 @@ class Inbox:
         """One timer serves all waits: most end long before it fires, and then it is set anew."""
         now = self._loop.time()
         if self._deadline <= now and not self._over.done():
-            self._deadline = now + self._more_patience()
+            self._deadline = now + self._more_time()
         if self._deadline > now:
             self._timer = self._loop.call_at(self._deadline, self._check_deadline)
         elif not self._over.done():

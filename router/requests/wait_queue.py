@@ -178,9 +178,6 @@ class WaitQueue:
         self._joins: defaultdict[int, JoinRate] = defaultdict(JoinRate)  # by priority
         self._tenants: defaultdict[tuple[int, str], TenantPace] = defaultdict(TenantPace)
 
-    def __len__(self) -> int:
-        return self._size
-
     @property
     def head(self) -> Place | None:
         if not self._waiting:

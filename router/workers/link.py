@@ -97,7 +97,7 @@ class WorkerLink:
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
         self.reported = False  # a Load has come since Welcome
-        self.sick = ""  # why the last canary failed
+        self.canary_error = ""  # why the last canary failed
         self.draining = False  # the worker takes nothing new
         self.peers = Peers()
         self.cache = CacheIndex()  # pages in its prefix cache, as reported
@@ -141,7 +141,7 @@ class WorkerLink:
     @property
     def usable(self) -> bool:
         """Whether it may get new requests."""
-        return self.takes_requests and not (self.load.fault or self.sick)
+        return self.takes_requests and not (self.load.fault or self.canary_error)
 
     def has_room(self, suspicion: Suspicion = Suspicion.NONE, *, background: bool = False) -> bool:
         """Whether a request may be sent there now: a background one only where it would not
@@ -182,10 +182,6 @@ class WorkerLink:
         """Queues a message. Dropped when the link is down: the attempt gets its LinkLost."""
         if self.welcome is not None:
             self._outgoing.put_nowait(message)
-
-    def leave(self) -> None:
-        """The worker is no longer a member."""
-        self.leaving = True
 
     def abandon(self, reason: str) -> None:
         """Migrates every request there, though the worker lives."""
@@ -230,8 +226,8 @@ class WorkerLink:
 
     def note_canary(self, problem: str) -> None:
         """The result of the worker's canary; empty when it passed."""
-        if problem != self.sick:
-            self.sick = problem
+        if problem != self.canary_error:
+            self.canary_error = problem
             self._on_change(self)
 
     async def run(self) -> None:

@@ -178,9 +178,6 @@ class Peers:
     def __init__(self) -> None:
         self._answers: dict[str, pb.Connected | None] = {}  # None until it answers
 
-    def __len__(self) -> int:
-        return sum(answer is not None for answer in self._answers.values())
-
     def ask(self, agent: str) -> bool:
         """Returns True the first time: the worker must be asked."""
         new = agent not in self._answers

@@ -86,8 +86,8 @@ class Membership:
         wanted = set(addresses)
         for address in self._links.keys() - wanted:
             link = self._links.pop(address)
-            link.leave()
-            leaving = asyncio.create_task(self._see_off(link, self._tasks[link]))
+            link.leaving = True
+            leaving = asyncio.create_task(self._close_when_idle(link, self._tasks[link]))
             self._tasks[link] = leaving
         for address in wanted - self._links.keys():
             link = WorkerLink(
@@ -127,7 +127,7 @@ class Membership:
         return (link for link in self.attached(role) if link.usable)
 
     def attached(self, role: Role) -> Iterator[WorkerLink]:
-        return (link for link in self.links if link.role is role and not self._is_namesake(link))
+        return (link for link in self.links if link.role is role and not self._is_duplicate(link))
 
     def find(self, worker_id: str) -> WorkerLink | None:
         """The attached worker of that name."""
@@ -170,9 +170,11 @@ class Membership:
 
     def fault(self, link: WorkerLink) -> str:
         """Why a worker cannot be used; empty when it can."""
-        if self._is_namesake(link):
+        if self._is_duplicate(link):
             return f"another worker has the name {link.worker_id} too"
-        return link.fault or link.load.fault or link.sick or self.pairs.misfit_with_all(link)
+        return (
+            link.fault or link.load.fault or link.canary_error or self.pairs.misfit_with_all(link)
+        )
 
     @property
     def names(self) -> dict[str, WorkerLink]:
@@ -184,13 +186,13 @@ class Membership:
                     self._known_names.setdefault(link.worker_id, link)
         return self._known_names
 
-    def _is_namesake(self, link: WorkerLink) -> bool:
+    def _is_duplicate(self, link: WorkerLink) -> bool:
         """Whether an earlier link is to another worker of the same name."""
         if not link.welcome or link.leaving:
             return False
         return self.find(link.worker_id) is not link
 
-    async def _see_off(self, link: WorkerLink, running: asyncio.Task[None]) -> None:
+    async def _close_when_idle(self, link: WorkerLink, running: asyncio.Task[None]) -> None:
         """Keeps a link while requests run there; past the deadline, migrates them."""
         deadline = time.monotonic() + self._config.drain_seconds
         try:
@@ -219,7 +221,7 @@ class Membership:
             self._losses.judge(link.welcome.verdicts)
             if link.reported:
                 self._losses.revive(link.welcome.incarnation)
-        if link.welcome and not link.leaving and not self._is_namesake(link):
+        if link.welcome and not link.leaving and not self._is_duplicate(link):
             self._ended_agents.note_start(link, self.links)
         self._ended_agents.announce(self.links)
         self.pairs.connect(link)

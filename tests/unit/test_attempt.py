@@ -164,7 +164,7 @@ def test_a_lost_worker_ends_the_attempt_only_while_it_is_needed(
 
 
 @pytest.mark.parametrize(
-    ("message", "retry", "hearsay"),
+    ("message", "retry", "unconfirmed"),
     [
         (failed_to(KEY, Internal("logits")), False, False),
         (failed_to(KEY, Exhausted("too large")), False, False),
@@ -174,11 +174,11 @@ def test_a_lost_worker_ends_the_attempt_only_while_it_is_needed(
     ],
 )
 def test_a_failure_says_whether_another_attempt_may_succeed(
-    message: pb.WorkerMessage, retry: bool, hearsay: bool
+    message: pb.WorkerMessage, retry: bool, unconfirmed: bool
 ) -> None:
     (ended,) = feed(started(), message)
     assert isinstance(ended, AttemptEnded)
-    assert (ended.retry, ended.loss, ended.hearsay) == (retry, None, hearsay)
+    assert (ended.retry, ended.loss, ended.unconfirmed) == (retry, None, unconfirmed)
 
 
 def test_a_prefill_worker_whose_token_one_has_not_come_is_missed() -> None:

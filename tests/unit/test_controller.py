@@ -29,7 +29,7 @@ class Store:
 
     def __init__(self) -> None:
         self.models: list[tuple[str, str, bool]] = []
-        self.fleet = Fleet.of(Pools(1, 1), "one")
+        self.fleet = Fleet({}).scaled(Pools(1, 1), model="one")
         self.made: list[tuple[str, str]] = []  # model and worker
         self.lost = False
 

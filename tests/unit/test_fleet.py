@@ -11,7 +11,7 @@ from baton.planner.sizing import Pools
 
 
 def fleet(prefill: int, decode: int) -> Fleet:
-    return Fleet.of(Pools(prefill, decode))
+    return Fleet({}).scaled(Pools(prefill, decode))
 
 
 def test_workers_are_named_by_their_role_and_a_number() -> None:
@@ -82,7 +82,7 @@ def test_a_fleet_survives_dump_and_parse() -> None:
     assert parse(dump(kept)) == kept
 
 
-FLEET = Fleet.of(Pools(2, 2))
+FLEET = Fleet({}).scaled(Pools(2, 2))
 
 
 @pytest.fixture

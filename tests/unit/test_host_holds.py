@@ -141,6 +141,6 @@ async def test_a_pause_is_no_stall(priority: int, *, patient: bool) -> None:
             Suspicion.NONE,
             AnswerLedger(0.0),
         )
-        assert running._more_patience() == 0.0
+        assert running._more_time() == 0.0
         link.paused_at = time.monotonic() + 100.0
-        assert (running._more_patience() > 100.0) == patient
+        assert (running._more_time() > 100.0) == patient

@@ -22,9 +22,9 @@ class Handler:
     """Keeps the events it handles, until it has `wanted` of them."""
 
     def __init__(
-        self, wanted: int, patience: float = 5.0, on_call: Callable[[], None] = lambda: None
+        self, wanted: int, seconds: float = 5.0, on_call: Callable[[], None] = lambda: None
     ) -> None:
-        self.patience = patience
+        self.seconds = seconds
         self.handled: list[list[AttemptEvent]] = []
         self._wanted = wanted
         self._on_call = on_call
@@ -32,7 +32,7 @@ class Handler:
     def __call__(self, events: list[AttemptEvent]) -> float:
         self._on_call()
         self.handled.append(events)
-        return self.patience if sum(map(len, self.handled)) < self._wanted else 0.0
+        return self.seconds if sum(map(len, self.handled)) < self._wanted else 0.0
 
 
 def inbox_of(handler: Handler, rounds: Rounds | None = None) -> Inbox:
@@ -45,14 +45,14 @@ async def test_waiting_events_are_handled_together_and_in_order() -> None:
     events: list[AttemptEvent] = [token(1), token(2)]
     for event in events:
         inbox.put(event)
-    assert await inbox.drain(handler.patience)
+    assert await inbox.drain(handler.seconds)
     assert handler.handled == [events]
 
 
 async def test_a_handler_is_called_until_it_ends_the_draining() -> None:
     handler = Handler(2)
     inbox = inbox_of(handler)
-    draining = asyncio.ensure_future(inbox.drain(handler.patience))
+    draining = asyncio.ensure_future(inbox.drain(handler.seconds))
     for number in range(2):
         await asyncio.sleep(0.01)
         inbox.put(token(number))
@@ -66,7 +66,7 @@ async def test_handlers_run_one_after_the_other_in_one_iteration_of_the_loop() -
     rounds = Rounds()
     handlers = [Handler(1) for _ in range(3)]
     pairs = [(inbox_of(handler, rounds), handler) for handler in handlers]
-    tasks = [asyncio.ensure_future(inbox.drain(handler.patience)) for inbox, handler in pairs]
+    tasks = [asyncio.ensure_future(inbox.drain(handler.seconds)) for inbox, handler in pairs]
     await asyncio.sleep(0)
     for inbox, _ in pairs:
         inbox.put(token(1))
@@ -76,12 +76,12 @@ async def test_handlers_run_one_after_the_other_in_one_iteration_of_the_loop() -
 
 
 async def test_draining_ends_when_no_event_comes_in_time() -> None:
-    handler = Handler(9, patience=0.2)
+    handler = Handler(9, seconds=0.2)
     inbox = inbox_of(handler)
-    draining = asyncio.ensure_future(inbox.drain(handler.patience))
+    draining = asyncio.ensure_future(inbox.drain(handler.seconds))
     await asyncio.sleep(0)
     # The timer is set for the first wait, which is longer.
-    handler.patience = 0.01
+    handler.seconds = 0.01
     began = time.monotonic()
     inbox.put(token(1))
     assert not await draining
@@ -89,9 +89,9 @@ async def test_draining_ends_when_no_event_comes_in_time() -> None:
 
 
 async def test_an_event_restarts_the_wait() -> None:
-    handler = Handler(3, patience=0.3)
+    handler = Handler(3, seconds=0.3)
     inbox = inbox_of(handler)
-    draining = asyncio.ensure_future(inbox.drain(handler.patience))
+    draining = asyncio.ensure_future(inbox.drain(handler.seconds))
     for number in range(3):
         await asyncio.sleep(0.2)
         inbox.put(token(number))
@@ -113,7 +113,7 @@ async def test_events_that_come_during_a_long_round_are_handled_together() -> No
     # What emitting a token costs.
     handlers = [Handler(3, on_call=lambda: time.sleep(0.02)) for _ in range(2)]
     pairs = [(inbox_of(handler, rounds), handler) for handler in handlers]
-    tasks = [asyncio.ensure_future(inbox.drain(handler.patience)) for inbox, handler in pairs]
+    tasks = [asyncio.ensure_future(inbox.drain(handler.seconds)) for inbox, handler in pairs]
     await asyncio.sleep(0)
     for number in range(3):
         for inbox, _ in pairs:
@@ -126,7 +126,7 @@ async def test_events_that_come_during_a_long_round_are_handled_together() -> No
 async def test_a_cancelled_drain_handles_no_more() -> None:
     handler = Handler(9)
     inbox = inbox_of(handler)
-    draining = asyncio.ensure_future(inbox.drain(handler.patience))
+    draining = asyncio.ensure_future(inbox.drain(handler.seconds))
     await asyncio.sleep(0)
     inbox.put(token(1))
     draining.cancel()
@@ -135,12 +135,12 @@ async def test_a_cancelled_drain_handles_no_more() -> None:
     assert not handler.handled
 
 
-async def test_patience_may_be_extended() -> None:
+async def test_a_timeout_may_be_extended() -> None:
     handler, asked = Handler(1), []
 
-    def more_patience() -> float:
+    def more_time() -> float:
         asked.append(1)
         return 0.01 if len(asked) < 3 else 0.0
 
-    assert not await Inbox(Rounds(), handler, more_patience).drain(0.01)
+    assert not await Inbox(Rounds(), handler, more_time).drain(0.01)
     assert len(asked) == 3

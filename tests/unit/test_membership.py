@@ -56,7 +56,8 @@ async def attached(membership: Membership) -> bool:
 
 
 async def connected_to_all(membership: Membership) -> bool:
-    return sum(len(link.peers) for link in membership.links) == 4
+    agents = [link.agent for link in membership.links]
+    return sum(link.peers.reaches(each) for link in membership.links for each in agents) == 4
 
 
 async def store(membership: Membership, worker: ScriptedWorker, keys: list[bytes]) -> None:
