@@ -87,7 +87,7 @@ class Inbox:
 
     async def drain(self, seconds: float) -> bool:
         """Hands events over until the handler ends it. Returns False when none came in time; the
-        first must come within `seconds` seconds. Raises what the handler raises."""
+        first must come within `seconds`. Raises what the handler raises."""
         self._deadline = self._loop.time() + seconds
         self._check_deadline()
         try:
