@@ -35,7 +35,7 @@ import torch
 from baton.core.config import Config, settle
 from baton.core.config_values import Size
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.decode_worker.draft_follower import Follower
+from baton.decode_worker.draft_pricing import Follower
 from baton.decode_worker.drafts import Drafts, Offer
 from baton.decode_worker.speculation import Speculation, most_guesses
 from baton.decode_worker.step_cost import StepCost

@@ -102,7 +102,7 @@ class Sampling:
 
     @property
     def bans(self) -> bool:
-        """Whether some tokens are ruled out (engine/token_bans.py)."""
+        """Whether some tokens are ruled out (engine/sampler.py)."""
         return bool(
             self.min_tokens
             or self.min_length

@@ -1,21 +1,29 @@
-"""Whether a draft's guesses pay: by what its rounds cost and how many guesses were right.
+"""The draft model's state of each request, and whether its guesses pay: by what its rounds cost and
+how many guesses were right.
 
 A round pays where it is predicted to bring more tokens a second than the step has without it.
 Computing a prompt pays where guesses are predicted to save more than that in the rest of the
-answer. What is not predicted to pay is tried now and then, and paid for out of an account: it has
-what guesses have saved, and a small share of all time, which falls with the share of right guesses.
+answer. What is not predicted to pay is tried now and then, within a budget of seconds (the
+account): what guesses have saved, and a small share of all time, which falls with the share of
+right guesses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Values
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.core.online_fit import OnlineFit
-from baton.decode_worker.draft_follower import ANY, ANY_SHARE, KINDS
 from baton.engine.acceptance import Acceptance
 from baton.engine.sequence import Sequence
+
+KINDS = ((0.3, 0.3), (0.6, 0.5), (0.85, 0.75), (0.97, 0.9), (2.0, 0.97))
+"""By the probability that the draft gives its guess, up to these: the share of right guesses that
+is assumed at first."""
+ANY, ANY_SHARE = len(KINDS), 0.7
+"""The kind of a guess that is not made yet."""
 
 CPU_SECONDS, GPU_SECONDS = (1e-4, 3e-3, 3e-4, 2e-4), (1e-3, 1e-3, 1e-5, 5e-6)
 """Assumed until the draft's steps have been measured: all rounds before a step together, a round, a
@@ -38,6 +46,63 @@ TRIAL_SHARE, LEAST_SHARE = 0.02, 0.25
 multiplied by, if none was."""
 FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.05, 2.0, 10.0
 """Seconds of the account."""
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """The draft's state of a request."""
+
+    sequence: Sequence  # with the draft's pages; its last tokens may be guesses
+    acceptance: Acceptance
+    known: int  # tokens that are the request's
+    kinds: list[int] = field(default_factory=list)  # of the guesses behind them
+    chances: list[float] = field(default_factory=list)
+    most: int = 0  # guesses that are wanted in this step
+    run: int = 0  # of its guesses, those that the main model runs
+    failed: bool = False  # the draft cannot compute it
+
+    @property
+    def behind(self) -> int:
+        """Tokens that the draft has not computed."""
+        return self.sequence.uncomputed
+
+    def missed(self, request: Sequence) -> int:
+        """Tokens that it will be behind by, once those in flight have come."""
+        return len(request.tokens) + request.expected - self.sequence.computed
+
+    @property
+    def guesses(self) -> list[int]:
+        return self.sequence.tokens[self.known :]
+
+    @property
+    def chance(self) -> float:
+        """That another guess and all before it, known or in flight, are right."""
+        before = self.chances[-1] if self.chances else 1.0
+        return before * self.acceptance.share(ANY) ** (1 + self.sequence.expected)
+
+    def follow(self, tokens: list[int]) -> int:
+        """Takes over the request's tokens. Returns how many guesses were right."""
+        right = 0
+        for kind, guess, token in zip(self.kinds, self.guesses, tokens[self.known :], strict=False):
+            self.acceptance.note(kind, right=guess == token)
+            self.acceptance.note(ANY, right=guess == token)
+            if guess != token:
+                break
+            right += 1
+        computed = min(self.sequence.computed, self.known + right, len(tokens) - 1)
+        self.sequence.tokens[self.known :] = tokens[self.known :]
+        self.sequence.computed = computed
+        self.known, self.kinds, self.chances, self.run = len(tokens), [], [], 0
+        self.sequence.settle(computed)
+        return right
+
+    def add(self, token: int, logprob: float) -> None:
+        probability = math.exp(logprob)
+        kind = next(kind for kind, (most, _) in enumerate(KINDS) if probability < most)
+        before = self.chances[-1] if self.chances else 1.0
+        self.chances.append(before * self.acceptance.share(kind))
+        self.kinds.append(kind)
+        self.sequence.tokens.append(token)
 
 
 class Pace(NamedTuple):
@@ -73,7 +138,7 @@ class Pricing:
         return self._account + (FIRST_CREDIT if self._compared >= ENOUGH else 0.0) > 0.0
 
     def measured(self) -> None:
-        """Takes what has been measured for granted, and nothing as spent."""
+        """Trusts what has been measured, and resets the account."""
         self._cost = OnlineFit(self._cost.coefficients, MEMORY, MEASURED_WEIGHT)
         self._account = FIRST_CREDIT
 
@@ -82,13 +147,13 @@ class Pricing:
         self.pay(-TRIAL_SHARE * max(self.seen.share(ANY), LEAST_SHARE) * seconds)
 
     def note_guesses(self, compared: int, saved: float) -> None:
-        """So many were compared with tokens, and the right ones saved so many seconds."""
+        """`compared` guesses were compared with tokens; the right ones saved `saved` seconds."""
         self._compared += compared
         self.pay(-saved)
 
     def note_rounds(self, features: Values[float], seconds: float) -> None:
-        """Of the rounds before a step: 1, their number, their rows of one token, and their tokens
-        of longer chunks."""
+        """`features` of the rounds before a step: 1, their number, their rows of one token, and
+        their tokens of longer chunks."""
         self._cost.note(features, seconds)
         self.pay(self._cost.predict(features))
 
@@ -120,7 +185,7 @@ class Pricing:
         return pace._replace(seconds=pace.seconds + pace.wait + self._cost.coefficients[0])
 
     def pays(self, saved: float) -> bool:
-        """Whether guesses do that are predicted to save this share of time."""
+        """Whether guesses pay that are predicted to save this share of time."""
         return saved > (0.0 if self.tries else CLEARLY)
 
     def saves(
@@ -141,9 +206,9 @@ class Pricing:
     def affordable(
         self, prompts: dict[Sequence, int], saved: float, token: float
     ) -> list[Sequence]:
-        """The requests whose prompts, of so many tokens, pay if guesses save a share `saved` of an
-        answer's time, `token` seconds a token. Until that share is known, as many as the account
-        has seconds for."""
+        """The requests whose prompts pay if guesses save a share `saved` of an answer's time, at
+        `token` seconds a token. `prompts` has each prompt's tokens. Until that share is known, as
+        many as the account has seconds for."""
         limit = math.inf if self._compared >= ENOUGH else self._account
         chosen, owed = [], 0.0
         for request, tokens in prompts.items():

@@ -1,6 +1,6 @@
 """Guesses of a draft model: a smaller one of the same vocabulary, which runs ahead of requests.
 
-    a request decodes ─▶ reading ─▶ ready ─▶ rounds before each step ─▶ dropped with its pages
+    a request decodes ─▶ prefill ─▶ ready ─▶ rounds before each step ─▶ dropped with its pages
                             ▲         │                                    ▲
                             └─────────┘ behind by many tokens              │
                             └─────────┴── no page left, preempted, ended ──┘
@@ -29,12 +29,13 @@ from typing import NamedTuple
 from baton.core.errors import BatonError
 from baton.core.online_fit import OnlineFit
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.decode_worker.draft_follower import ANY, Follower
 from baton.decode_worker.draft_pricing import (
+    ANY,
     CPU_SECONDS,
     GPU_SECONDS,
     MEMORY,
     MOST_CREDIT,
+    Follower,
     Pace,
     Pricing,
 )
@@ -47,8 +48,8 @@ from baton.worker.step_pipeline import launch
 from baton.worker.step_record import StepRecord
 
 ROOM = 1.5
-"""A request is followed where there is room for so many times its tokens. So a prompt is not
-computed again and again in a full pool: its request has grown by half when it must give way."""
+"""A request is followed where there is room for ROOM times its tokens. So a prompt is not computed
+again and again in a full pool: its request has grown by half before its pages are dropped."""
 
 REHEARSED, REHEARSED_TOKENS, REHEARSED_ROUNDS = (1, 2, 8, 32), 200, (4, 1, 2, 4, 1, 4)
 """Requests, their tokens, and the rounds of each, by which costs are measured."""
@@ -149,7 +150,7 @@ class Drafts:
         """The requests of which the draft may guess, with those that it should begin to follow."""
         asking = {request: depth for request, depth in wanted.items() if depth > 0}
         begun = self._to_begin(asking, pace)
-        return {each: asking[each] for each in asking if each in begun or self._goes_on(each)}
+        return {each: asking[each] for each in asking if each in begun or self._can_guess(each)}
 
     def _saves(self, depths: dict[Sequence, int], pace: Pace) -> float:
         """The share of time that guesses are predicted to save, as Pricing has it."""
@@ -157,12 +158,12 @@ class Drafts:
         return self.pricing.saves(shares, depths, pace)
 
     def _pays(self, ready: dict[Sequence, Follower], pace: Pace) -> bool:
-        """Whether guesses do of these alone, while others are still read."""
+        """Whether guesses of these alone pay, while others are still in prefill."""
         depths = {request: each.most for request, each in ready.items()}
         return self.pricing.pays(self._saves(depths, pace))
 
-    def _goes_on(self, request: Sequence) -> bool:
-        """Whether the draft follows it and can compute another token."""
+    def _can_guess(self, request: Sequence) -> bool:
+        """Whether the draft follows the request and can compute another token."""
         follower = self._followers.get(request)
         short = len(request.tokens) + request.expected < self._engine.context_length
         return follower is not None and not follower.failed and short
@@ -172,7 +173,7 @@ class Drafts:
         others = {each: len(each.tokens) for each in asking if each not in self._followers}
         if not others or not self.pricing.invests:
             return []
-        going = {each: asking[each] for each in asking if each in others or self._goes_on(each)}
+        going = {each: asking[each] for each in asking if each in others or self._can_guess(each)}
         chosen = self.pricing.affordable(others, self._saves(going, pace), pace.token)
         if not chosen and not self._followers and self.pricing.tries:
             chosen = self.pricing.affordable(others, 1.0, pace.token)[:1]
@@ -190,7 +191,7 @@ class Drafts:
         if pays := self.pricing.pays(self._saves(going, pace)):
             tries = False
         if pays or tries:
-            self._read(going if pays else self._tried(going))
+            self._prefill(going if pays else self._tried(going))
             ready = self._ready(going)
             if tries or len(ready) == len(going) or self._pays(ready, pace):
                 self._guess(ready, pace, most, tries)
@@ -224,7 +225,7 @@ class Drafts:
         return ready
 
     def note_run(self, request: Sequence, guesses: int) -> None:
-        """The main model runs so many of those that it was offered."""
+        """The main model runs `guesses` of those that it was offered."""
         if follower := self._followers.get(request):
             follower.run = guesses
 
@@ -236,9 +237,9 @@ class Drafts:
         self.right += right
         self.pricing.note_guesses(compared, self._token_seconds * min(right, run))
 
-    def _read(self, requests: Iterable[Sequence]) -> None:
+    def _prefill(self, requests: Iterable[Sequence]) -> None:
         """Computes a chunk of tokens that the draft has not seen, of the oldest requests first."""
-        budget, plan, readers = self._chunk_tokens, Plan(), {}
+        budget, plan, followers = self._chunk_tokens, Plan(), {}
         for request in requests:
             if request not in self._followers:
                 self._begin(request)
@@ -252,10 +253,10 @@ class Drafts:
             if not count:
                 self.drop(request)
                 continue
-            plan[sequence], readers[request] = count, follower
+            plan[sequence], followers[request] = count, follower
             budget -= count
-        if reading := self._launch(plan, readers):
-            self._settle(reading)
+        if launched := self._launch(plan, followers):
+            self._settle(launched)
 
     def _may_begin(self, request: Sequence) -> bool:
         """Whether there is room, and the draft can compute it."""
@@ -282,22 +283,22 @@ class Drafts:
     def _guess(self, ready: dict[Sequence, Follower], pace: Pace, most: int, tries: bool) -> None:
         """Rounds, as long as they pay; else at most one, if it is to be tried. Where steps run
         ahead, so do rounds, by one."""
-        going, flying, pace = ready, None, self.pricing.begun(pace)
+        going, in_flight, pace = ready, None, self.pricing.begun(pace)
         while True:
             chosen, pace = self._choose(going, pace, tries)
             tries = False
             launched = self._launch_round({each: going[each] for each in chosen[:most]})
             going = dict(launched.followers) if launched else {}
-            if flying:
-                alive = self._settle(flying)
+            if in_flight:
+                alive = self._settle(in_flight)
                 going = {request: going[request] for request in going if request in alive}
             if not launched:
                 return
             most -= len(launched.plan)
             self.pricing.pay(pace.row * len(launched.plan))
-            flying = launched._replace(followers=going)
+            in_flight = launched._replace(followers=going)
             if not self._runs_ahead(going):
-                going, flying = self._settle(flying), None
+                going, in_flight = self._settle(in_flight), None
 
     def _choose(
         self, going: dict[Sequence, Follower], pace: Pace, tries: bool
@@ -362,8 +363,8 @@ class Drafts:
         return Round(plan, followers, launch(self._engine, plan))
 
     def _settle(self, round: Round) -> dict[Sequence, Follower]:
-        """Returns the requests behind whose guess another may come. One that the draft fails at
-        goes on without it."""
+        """Returns the requests that may have another guess. One that the draft fails at continues
+        without it."""
         outcomes = dict(zip(round.plan, round.step.wait(), strict=True))
         self._record.end()
         return {

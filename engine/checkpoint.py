@@ -22,7 +22,6 @@ from baton.core.errors import InvalidCheckpoint, ModelNotFound
 from baton.core.gguf_model import GgufWeights
 from baton.core.model_store import WEIGHT_FILE, WEIGHT_INDEX, weight_files
 from baton.engine.gpu.upload import Upload
-from baton.engine.mxfp4 import BLOCKS, SCALES, dequantize
 from baton.engine.quantization_config import Quantization
 from baton.engine.quantized_tensor import OpenFile, QuantizedTensor, QuantizedWeight, join_parts
 from baton.kernels.packed import Grid
@@ -74,7 +73,9 @@ class Checkpoint:
         stored: dict[str, OpenFile] = {}
         for file in opened:
             stored |= dict.fromkeys(file.keys(), file)
-        self._remaining = _joined(stored, quantization)
+        self._remaining: dict[str, OpenFile | QuantizedWeight] = (
+            join_parts(stored, quantization) if quantization else dict(stored)
+        )
         self._count = len(self._remaining)
         self._progress = progress
         self._upload = upload
@@ -189,39 +190,6 @@ class _GgufTensors:
     def get_tensor(self, name: str) -> Tensor:
         # Unquantized values lie in the mapped file, which torch takes for writable.
         return torch.from_numpy(np.require(self._weights[name], requirements="W"))
-
-
-class _Mxfp4Tensor(NamedTuple):
-    """One tensor, as an open safetensors file. Kept in four bits on a device, it would be handed
-    out here as it is."""
-
-    blocks: OpenFile
-    scales: OpenFile
-
-    def get_tensor(self, name: str) -> Tensor:
-        blocks, scales = name + BLOCKS, name + SCALES
-        return dequantize(name, self.blocks.get_tensor(blocks), self.scales.get_tensor(scales))
-
-
-def _joined(
-    stored: dict[str, OpenFile], quantization: Quantization | None
-) -> dict[str, OpenFile | QuantizedWeight]:
-    if quantization is None:
-        return dict(stored)
-    if quantization.method == "mxfp4":
-        return _join_blocks(stored)
-    return join_parts(stored, quantization)
-
-
-def _join_blocks(stored: dict[str, OpenFile]) -> dict[str, OpenFile | QuantizedWeight]:
-    """Blocks in MXFP4 and their scales, which may be in two files, as one tensor."""
-    joined: dict[str, OpenFile | QuantizedWeight] = dict(stored)
-    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
-        if name + SCALES not in stored:
-            raise InvalidCheckpoint(f"tensor {name}{SCALES} is missing from the checkpoint")
-        joined[name] = _Mxfp4Tensor(stored[name + BLOCKS], stored[name + SCALES])
-        del joined[name + BLOCKS], joined[name + SCALES]
-    return joined
 
 
 def _open_all(files: list[Path]) -> list[safe_open] | list[_GgufTensors]:

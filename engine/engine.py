@@ -70,7 +70,8 @@ WHOLE = Split()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FALLBACK_PAGES_SHARE = 0.8
-"""Of the memory beside the weights, through transformers: what a step needs is not known there."""
+"""Share of the memory left by the weights, for models that run through transformers: what a step
+needs is not known there."""
 
 
 AnyAdapterPool = AdapterPool[AdapterProducts] | AdapterPool[Tensor]
@@ -207,8 +208,8 @@ class Engine:
         wake: Callable[[], object],
         fetch: Callable[[Adapter], object] | None = None,
     ) -> AnyAdapterPool:
-        """Serves adapters from now on, as AdapterPool says; raises InvalidConfig where it cannot
-        yet. On a GPU, its settings must have room for so many."""
+        """Opens the pool of adapters; see AdapterPool. Raises InvalidConfig for a model without
+        them. On a GPU, its settings must have room for `slots` adapters."""
         check_adapters_of(self.architecture)
         if self.gpu_adapters:
             self.adapters = AdapterPool(self.gpu_adapters, slots, allowed, wake, fetch)
@@ -233,7 +234,7 @@ class Engine:
         """Hands the engine to the calling thread, for another role's steps. No step may be in
         flight; weights and pages stay.
 
-        On a GPU, other settings record all steps anew: recorded steps keep the share of the GPU
+        On a GPU, other settings record all steps again: recorded steps keep the share of the GPU
         that `confine` gave them.
         """
         torch.set_num_threads(threads)
@@ -287,16 +288,13 @@ def _load_fallback(
     device: str,
     random_weights: bool,
 ) -> FallbackModel:
-    """Loads and checks the model, and says what it costs."""
+    """Loads and checks the model, and logs what it costs."""
     from baton.engine.fallback.fallback_model import load_fallback  # imports transformers
-    from baton.engine.fallback.fallback_runner import check_model
 
     if random_weights:
         raise InvalidConfig("random weights are for native models", field="weights")
     log.warning("%s", describe_fallback(architecture.family))
-    model = load_fallback(folder, architecture, dtype, device)
-    check_model(model, dtype, device)
-    return model
+    return load_fallback(folder, architecture, dtype, device)
 
 
 def _memory_for_pages(
@@ -326,7 +324,7 @@ def _make_runner(
     gpu: GpuSettings,
 ) -> AnyRunner:
     if not isinstance(model, Model):
-        from baton.engine.fallback.fallback_runner import FallbackRunner  # imports transformers
+        from baton.engine.fallback.fallback_model import FallbackRunner  # imports transformers
 
         return FallbackRunner(model, kv)
     if kv.device.type == "cpu":
@@ -354,7 +352,7 @@ def fingerprint(
     quantization: WeightCodes | Literal["none"] = "none",
     ranks: int = 1,
 ) -> str:
-    """Equal for the same model on any machine; different for any other, but for collisions."""
+    """Equal for the same model on any machine, and different for any other (a digest)."""
     shape = dataclasses.asdict(architecture)
     if quantization != "none":  # a rank quantizes its part of weights and rows
         shape["quantized"] = [quantization, ranks]
@@ -371,7 +369,7 @@ def _empty_pages(
     pages: int,
     where: str,
 ) -> Tensor:
-    """Pages for a device, there or without memory ("meta")."""
+    """Pages for `device`, allocated on `where`: there, or without memory ("meta")."""
     if page_size < 1:
         raise InvalidConfig(f"a page holds at least 1 token, not {page_size}", field="page_size")
     shape = stored_shape(architecture.pages_shape(pages, page_size), kv_dtype, device)
@@ -379,7 +377,7 @@ def _empty_pages(
 
 
 def stored_dtype(kv_dtype: KvDtype, model: torch.dtype) -> torch.dtype:
-    """Of pages of a model that computes in that dtype."""
+    """The dtype of pages, for a model that computes in dtype `model`."""
     return {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}.get(kv_dtype, model)
 
 

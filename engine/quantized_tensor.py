@@ -13,10 +13,17 @@ one number for all weights, one an output, one for each group of inputs, or one 
 
 A word has 32 bits, the first code in its lowest; of AWQ's eight codes, those with even places come
 first. GPTQ and compressed-tensors may name each input's group (act-order).
+
+MXFP4 is dequantized as a whole: blocks of 32 numbers of four bits, each block with a power of two.
+A tensor is kept as two, of bytes, and bfloat16 holds each of its numbers exactly:
+
+    NAME_blocks  [experts, outputs, inputs / 32, 16]: two numbers each, that of the lower bits first
+    NAME_scales  [experts, outputs, inputs / 32]: the exponents, plus 127
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
@@ -37,6 +44,12 @@ NOT_USED = (
     *("q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point"),
 )
 """Scales of activations, keys and values, which stay as they are computed."""
+
+BLOCKS, SCALES = "_blocks", "_scales"
+BLOCK_BYTES = 16
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
+"""Of MXFP4."""
 
 CHUNK = 1 << 22
 """Weights that are dequantized at once: a tensor in float32 would take much."""
@@ -183,6 +196,8 @@ def join_parts(
     stored: dict[str, OpenFile], quantization: Quantization
 ) -> dict[str, OpenFile | QuantizedWeight]:
     """The parts of a weight, which may be in several files, as one tensor; others as they are."""
+    if quantization.method == "mxfp4":
+        return _join_blocks(stored)
     kept = {name: file for name, file in stored.items() if _part(name) not in NOT_USED}
     modules: dict[str, dict[str, OpenFile]] = {}
     for name in kept:
@@ -280,3 +295,48 @@ def _checked(
 def _places(size: int, count: int, each: int | None) -> Tensor:
     """[size], which of `count` scales is whose, if `each` neighbours share one."""
     return torch.arange(size) // (each or max(1, size // count))
+
+
+class _Mxfp4Tensor(NamedTuple):
+    """One tensor, as an open safetensors file."""
+
+    blocks: OpenFile
+    scales: OpenFile
+
+    def get_tensor(self, name: str) -> Tensor:
+        blocks, scales = name + BLOCKS, name + SCALES
+        return dequantize_mxfp4(
+            name, self.blocks.get_tensor(blocks), self.scales.get_tensor(scales)
+        )
+
+
+def _join_blocks(stored: dict[str, OpenFile]) -> dict[str, OpenFile | QuantizedWeight]:
+    """Blocks in MXFP4 and their scales, which may be in two files, as one tensor."""
+    joined: dict[str, OpenFile | QuantizedWeight] = dict(stored)
+    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
+        if name + SCALES not in stored:
+            raise InvalidCheckpoint(f"tensor {name}{SCALES} is missing from the checkpoint")
+        joined[name] = _Mxfp4Tensor(stored[name + BLOCKS], stored[name + SCALES])
+        del joined[name + BLOCKS], joined[name + SCALES]
+    return joined
+
+
+def dequantize_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    """The tensor `name` in bfloat16, [experts, inputs, outputs], as unquantized checkpoints keep
+    it."""
+    bytes_only = blocks.dtype == scales.dtype == torch.uint8
+    if not bytes_only or blocks.dim() != 4 or blocks.shape != (*scales.shape, BLOCK_BYTES):
+        raise InvalidCheckpoint(
+            f"tensor {name} is not in MXFP4: blocks {list(blocks.shape)} of {blocks.dtype},"
+            f" scales {list(scales.shape)} of {scales.dtype}"
+        )
+    # Both numbers of a byte are one entry, of 32 bits.
+    pairs = torch.tensor([(low, high) for high, low in product(_NUMBERS, repeat=2)])
+    table = pairs.bfloat16().view(torch.int32).flatten()
+    powers = torch.pow(2.0, scales.float() - 127.0).bfloat16().unsqueeze(3)
+    numbers = blocks.new_empty(*scales.shape, 2 * BLOCK_BYTES, dtype=torch.bfloat16)
+    for expert, found in enumerate(blocks):
+        entries = table.index_select(0, found.flatten().int())
+        unscaled = entries.view(torch.bfloat16).view_as(numbers[expert])
+        torch.mul(unscaled, powers[expert], out=numbers[expert])
+    return numbers.flatten(2).transpose(1, 2)

@@ -2,8 +2,8 @@
 
     inspection           what a class asks of the engine, found without its weights
     attention_interface  attention over pages, as transformers' attention interface calls it
-    fallback_model       weights, forward and head
-    fallback_runner      steps, and the check that a model answers as transformers alone does
+    fallback_model       weights, forward, head and steps, and the check that a model answers as
+                         transformers alone does
 
 Everything around the model (pages, scheduling, sampling, transfer) is the same as for the native
 families. Code that ships with a model is never run.

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton.engine.idle_pages import IdlePages
+from baton.engine.prefix_cache import IdlePages
 
 
 class Clock:

@@ -26,9 +26,8 @@ from baton.core.wire import work_from, work_to
 from baton.engine.engine import Engine
 from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.page_pool import PagePool
-from baton.engine.sampler import Sampler
+from baton.engine.sampler import Sampler, banned_tokens
 from baton.engine.sequence import Sequence
-from baton.engine.token_bans import banned_tokens
 from baton.router.prompts.output_grammar import grammar_of
 
 POOL = PagePool(0, 16)
