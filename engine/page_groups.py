@@ -1,9 +1,9 @@
-"""The page pool of a model whose layers differ in their windows.
+"""The page pool of a model whose layers have different windows.
 
 A lease of a sequence has a table of pages for each slice of the layers
 (engine/layer_slices.py). Tables without a window hold all pages, the others those that a query
-behind the last full page may see: `advance` gives the rest back, and what was complete stays in
-the cache.
+behind the last full page may see: `advance` returns the rest, and complete pages stay in the
+cache.
 
 A hit of n pages needs all n of the slices without a window and the last ones, as far as the
 window reaches back, of the others.
@@ -28,7 +28,7 @@ from baton.core.page_reach import Window, first_kept
 from baton.engine.page_pool import Lease, PagePool
 
 GONE = -1
-"""Stands in a table for a page that was given back, or was never there."""
+"""Stands in a table for a page that was returned, or was never there."""
 
 
 class GroupedLease(Lease):
@@ -101,7 +101,7 @@ class GroupedLease(Lease):
         table, gone = self._tables[number], slice(self._passed[number], first)
         pages = table[gone]
         self._passed_keys += filter(None, map(self._pool.cache.key_of, pages))
-        self._grouped.give_back(self, pages)
+        self._pool.return_pages(self, pages)
         table[gone] = [GONE] * len(pages)
         self._passed[number] = first
 
@@ -117,7 +117,8 @@ class GroupedLease(Lease):
         super().retain(sliced, seconds)
 
     def forget(self) -> None:
-        self._grouped.forget_pages(self._listed(0, self.named, self._passed))
+        for page in self._listed(0, self.named, self._passed):
+            self._pool.forget(page)
         for key in self._passed_keys:
             with self._pool.hold([key]) as held:
                 held.forget()
@@ -130,14 +131,12 @@ class GroupedLease(Lease):
 class GroupedPool(PagePool):
     """`windows` has one entry per slice, the widest first."""
 
-    def __init__(
-        self, total: int, page_size: int, windows: Sequence[Window], root: bytes | None = None
-    ) -> None:
-        super().__init__(total, page_size, root)
+    def __init__(self, total: int, page_size: int, windows: Sequence[Window]) -> None:
+        super().__init__(total, page_size)
         self.slices = len(windows)
         self._windows = tuple(windows)
-        # A sequence advances with so many pages: those in reach, the page that it computes and
-        # the one before it, which may not have been given back yet.
+        # The most pages of each table that a sequence needs: those in reach, the page that it
+        # computes and the one before it, which may not have been returned yet.
         self._most = [
             math.inf if window is None else self.pages_for(window) + 2 for window in windows
         ]
@@ -192,7 +191,7 @@ class GroupedPool(PagePool):
         ]
 
     def cost(self, count: int, keys: Sequence[bytes] = ()) -> int:
-        """With what tables with a window need as their sequence advances."""
+        """Includes what tables with a window need as their sequence advances."""
         known = self._known(keys, self.find(keys), 0)
         most = zip(known, self._most, strict=True)
         wanted = int(sum(min(count - table.count(GONE), most) for table, most in most))
@@ -243,23 +242,15 @@ class GroupedPool(PagePool):
         self.grow(tables, ends)
         return self._add_lease(GroupedLease(self, tables, found))
 
-    # For its leases.
-
     def grow(self, tables: list[list[int]], ends: Sequence[int]) -> None:
-        """Adds pages to each table up to its end: neighbours where a transfer lists them so."""
+        """For leases: adds pages to each table up to its end, neighbours where a transfer lists
+        them so."""
         missing = [max(0, end - len(table)) for table, end in zip(tables, ends, strict=True)]
         fresh = iter(self._allocate(sum(missing)))
         for place in range(min(map(len, tables)), max(ends)):
             for table, end in zip(tables, ends, strict=True):
                 if len(table) == place < end:
                     table.append(next(fresh))
-
-    def give_back(self, lease: Lease, pages: Sequence[int]) -> None:
-        self._return(lease, pages)
-
-    def forget_pages(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._forget(page)
 
 
 def _pages(tables: Sequence[Sequence[int]]) -> list[int]:

@@ -16,7 +16,7 @@ A page is named once it is full and the step or transfer that filled it has ende
 never written again. Others may then lease it to read, and it outlives its leases. Only
 cached pages are evicted. engine/prefix_cache.py indexes known contents and orders eviction;
 engine/second_tier.py keeps evicted pages. engine/page_groups.py has the pool of a model whose
-layers differ.
+layers have different windows.
 
 `free` counts pages that can be leased at once: the free and the cached.
 
@@ -38,7 +38,7 @@ from baton.engine.free_pages import FreePages
 from baton.engine.prefix_cache import PrefixCache
 
 RETAINED_SHARE = 2
-"""Hints keep at most one page in so many."""
+"""Hints retain at most one page in RETAINED_SHARE."""
 
 AnyLease = TypeVar("AnyLease", bound="Lease")
 
@@ -72,7 +72,7 @@ class Lease:
 
     @property
     def entries(self) -> int:
-        """Of all tables."""
+        """The number of entries of all tables."""
         return len(self.pages)
 
     @property
@@ -118,8 +118,8 @@ class Lease:
         self.extend(max(0, self.missing(count)))
 
     def advance(self, tokens: int) -> None:
-        """Gives back what neither the tokens from number `tokens` on see, nor a sequence that
-        continues after the last full page."""
+        """Returns pages that are seen neither by the tokens from number `tokens` on, nor by a
+        sequence that continues after the last full page."""
 
     def name(self, keys: Sequence[bytes]) -> None:
         """Declares the pages of these keys, counted from the first, complete."""
@@ -132,7 +132,7 @@ class Lease:
             self._copies[page] = key
 
     def retain(self, keys: Sequence[bytes], seconds: float) -> None:
-        """Has the pages of these keys, counted from the first, evicted later."""
+        """Delays the eviction of the pages of these keys, counted from the first."""
         self._pool.cache.retain(keys, seconds)
 
     def share_copies(self) -> None:
@@ -142,7 +142,7 @@ class Lease:
     def forget(self) -> None:
         """Drops the named pages' contents from all tiers."""
         for page in self.pages[: self.named]:
-            self._pool._forget(page)
+            self._pool.forget(page)
         self._copies = {}
 
     def release(self) -> None:
@@ -243,7 +243,7 @@ class PagePool:
         return min(limit, self.total * self.page_size)
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """How many pages at the front of a sequence it need not compute."""
+        """How many pages at the front of a sequence are cached."""
         return len(self.cache.find(keys))
 
     def extend_hit(self, keys: Sequence[bytes], known: Container[bytes], start: int = 0) -> int:
@@ -287,7 +287,7 @@ class PagePool:
         """A lease of known pages to read, and of `more` free pages behind them."""
         for page in known:
             self._hold(page)
-        return self._make_lease(known + self._allocate(more), len(known))
+        return self._add_lease(Lease(self, known + self._allocate(more), len(known)))
 
     def _count_lookup(self, keys: Sequence[bytes], found: int) -> None:
         self.cache.looked_up += len(keys)
@@ -303,7 +303,26 @@ class PagePool:
             self.cache.copy(page)
             self._holders[page] += 1
         self._changed = True
-        return self._make_lease(pages, len(pages))
+        return self._add_lease(Lease(self, pages, len(pages)))
+
+    def return_pages(self, lease: Lease, pages: Iterable[int]) -> None:
+        """Returns some of a lease's pages: to the cache, or to the free ones."""
+        freed = []
+        for page in pages:
+            key = lease._copies.pop(page, None)
+            if key is not None and not self.cache.store(key, page):
+                self.cache.touch(key)
+            self._holders[page] -= 1
+            if not self._holders[page] and not self.cache.rest(page):
+                freed.append(page)
+        self._free.add(freed)
+        self._changed = True
+
+    def forget(self, page: int) -> None:
+        """Drops a leased page's contents from all tiers."""
+        key = self.cache.forget(page)
+        if key is not None:
+            self.lower.forget(key)
 
     def check_integrity(self, held: int | None = None) -> str:
         """Empty when every page is free, cached, or held by as many leases as it counts.
@@ -339,14 +358,6 @@ class PagePool:
     def _occurrences(self, pages: Iterable[int]) -> npt.NDArray[np.int64]:
         return np.bincount(np.fromiter(pages, np.int64), minlength=self.total)
 
-    def _forget(self, page: int) -> None:
-        key = self.cache.forget(page)
-        if key is not None:
-            self.lower.forget(key)
-
-    def _make_lease(self, pages: list[int], found: int) -> Lease:
-        return self._add_lease(Lease(self, pages, found))
-
     def _add_lease(self, lease: AnyLease) -> AnyLease:
         self._leases.add(lease)
         return lease
@@ -373,19 +384,7 @@ class PagePool:
     def _give_back(self, lease: Lease) -> None:
         self._leases.remove(lease)
         # Backwards, so that the cache keeps a prefix longer than what follows it.
-        self._return(lease, reversed(lease.held))
-
-    def _return(self, lease: Lease, pages: Iterable[int]) -> None:
-        freed = []
-        for page in pages:
-            key = lease._copies.pop(page, None)
-            if key is not None and not self.cache.store(key, page):
-                self.cache.touch(key)
-            self._holders[page] -= 1
-            if not self._holders[page] and not self.cache.rest(page):
-                freed.append(page)
-        self._free.add(freed)
-        self._changed = True
+        self.return_pages(lease, reversed(lease.held))
 
     def _share_copies(self, lease: Lease) -> None:
         for table in lease.tables:
