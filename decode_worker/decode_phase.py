@@ -203,8 +203,8 @@ class DecodePhase(Phase[DecodeSequence]):
         self._step_tokens.clear()
 
     def _lose(self, job: DecodeSequence, error: BatonError | None) -> None:
-        """A prompt will not arrive. Without an error prefill gave up and tells the router itself:
-        token #1 was the last, or it failed. A message from here could overtake that."""
+        """A prompt will not arrive. Without an error prefill gave up and reports it to the router:
+        token #1 was the last, or it failed. A message from here could overtake that report."""
         if error is None:
             self._release(job.work.key)
         else:

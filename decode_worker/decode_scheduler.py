@@ -36,8 +36,7 @@ from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Plan
 
 BACKGROUND_SHARE = 4
-"""A chunk of background requests is so many times shorter: another request may have to wait for
-it."""
+"""Divides the chunk of background requests, since another request may have to wait for it."""
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

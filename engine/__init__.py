@@ -2,16 +2,16 @@
 
     sequence        a request's tokens and pages, as schedulers plan them
     page_pool       leases on pages; prefix_cache: known contents
-    page_groups     the pool of a model whose layers differ in their windows (layer_slices)
+    page_groups     the pool of a model whose layers have different windows (layer_slices)
     second_tier     evicted pages, in rows (page_memory) and files (page_files); tier_copies
     step            a plan of chunks, and what a step returns
     engine          loads a model and launches plans
     architecture    what a model is, by its config.json (model_config has the families)
-    weights         its tensors, from a checkpoint, for each rank; weight_codes: quantized ones
-    runner          turns a plan into one batch on a CPU; gpu/ has its twin
+    weights         its tensors, from a checkpoint, for each rank; weight_codes: quantized weights
+    runner          turns a plan into one batch on a CPU; gpu/ has that of GPUs
     recorded_steps  a CPU's steps that only decode, repeated without Python
     model           the forward pass over kernels/
-    sampler         the next tokens; grammar and logprobs beside it
+    sampler         the next tokens; grammar: masks, logprobs: log probabilities
     tensor_parallel ranks that share one model
     quality         what a model loses by its dtype or quantization
 

@@ -31,7 +31,7 @@ Weights = TypeVar("Weights")
 
 
 class AdapterHolder(Protocol[Weights]):
-    """Has a device's adapters; where ranks share the model, has the other ranks do the same."""
+    """Holds a device's adapters; where ranks share the model, makes the other ranks do the same."""
 
     def load_adapter(self, adapter: Adapter) -> Weights:
         """Called on any thread."""
@@ -75,7 +75,7 @@ class AdapterPool(Generic[Weights]):
         check_place(adapter.folder, self._allowed)
 
     def request(self, adapter: Adapter, kept: Collection[bytes]) -> None:
-        """As `want`, once for each request."""
+        """As `want`, and counts it; once for each request."""
         self.events["requested"] += 1
         self.events["hit"] += self.want(adapter, kept)
 
@@ -92,7 +92,7 @@ class AdapterPool(Generic[Weights]):
         return False
 
     def load_now(self, adapter: Adapter) -> None:
-        """Waits for it; raises why it cannot be loaded."""
+        """Loads it on the calling thread; raises why it cannot be loaded."""
         self.check(adapter)
         if adapter.digest not in self.loaded:
             self._install(adapter, self._holder.load_adapter(adapter))

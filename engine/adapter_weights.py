@@ -82,7 +82,7 @@ def read_pairs(adapter: Adapter, model: Model, split: Split) -> Iterator[LowRank
     """
     folder = locate_files(adapter)
     yield from _read(folder, read_adapter_config(folder), model, split)
-    # After reading: whatever was written meanwhile has another digest.
+    # After reading: files that were written meanwhile have another digest.
     if digest_of(folder) != adapter.digest:
         raise AdapterMissing(
             f"{adapter.folder} has changed since the adapter was added; add it again"

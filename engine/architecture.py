@@ -42,8 +42,8 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "per_layer_config": ({}, None),
     "transformers_weights": (None,),
 }
-"""Keys that transformers obeys in any family, with the values that ask for nothing. Other keys
-that a family does not know have no effect there either."""
+"""Keys that transformers obeys in any family, with the values that change nothing. Other keys that
+a family does not know have no effect there either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Architecture:
 
     @property
     def value_dim(self) -> int:
-        """Of what a head attends to."""
+        """The size of a head's values."""
         return self.latent.rank if self.latent else self.head_dim
 
     def pages_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class Architecture:
 
     @property
     def prefixes_not_run(self) -> tuple[str, ...]:
-        """Of layers that predict further tokens, which a model runs without."""
+        """Prefixes of the tensors of layers that predict further tokens, which are not run."""
         return tuple(f"model.layers.{self.layers + index}." for index in range(self.extra_layers))
 
     @property
@@ -118,7 +118,7 @@ def read_architecture(folder: Path, max_context: int | None = None) -> Architect
 def parse_architecture(path: Path, max_context: int | None = None) -> Architecture:
     """The architecture that a Hugging Face config file describes, or UnsupportedModel."""
     name, family, config = read_config(path)
-    _refuse_what_we_cannot_run(config, family)
+    _refuse_unsupported(config, family)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     latent = parse_latent(config, family)
     head_dim = config.get("head_dim", int, hidden // max(heads, 1))
@@ -208,7 +208,7 @@ def _score_scale(config: ModelConfig, head_dim: int) -> float:
     return config.get("attention_multiplier", float, 1.0 / math.sqrt(scalar))
 
 
-def _refuse_what_we_cannot_run(config: ModelConfig, family: Family) -> None:
+def _refuse_unsupported(config: ModelConfig, family: Family) -> None:
     for key, harmless in (HARMLESS | family.harmless).items():
         value = config.values.get(key)
         if value not in harmless:
@@ -222,7 +222,7 @@ def _qkv_bias(config: ModelConfig, family: Family) -> bool:
 def _ropes(
     config: ModelConfig, family: Family, head_dim: int, max_context: int
 ) -> tuple[Rope, ...]:
-    """Of all layers, or first of those without a window, then of those with one."""
+    """The rope of all layers; or that of layers without a window, then that of layers with one."""
     parameters = config.nested("rope_parameters")
     if not family.local_rope:
         scaling = config.nested("rope_scaling")
@@ -328,7 +328,7 @@ class Split:
     has its heads' weights, and the ranks' squares are summed.
 
     A rank's pages hold the keys and values of its own heads, under the same page ids on all
-    ranks, so rank 0's pool keeps the books for all. Latents have no heads: every rank has them
+    ranks, so rank 0's pool manages the pages of all. Latents have no heads: every rank has them
     whole, and the projections that make them.
     """
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 FIELD = "draft_model"
 
 MOST_BEHIND = 16
-"""Tokens that a draft has missed of a request and computes with its next guess, as if they were
-one. More are a prompt's."""
+"""The most tokens of a request that a draft computes in the round of its next guess; more are
+computed as a prompt."""
 
 MOST_ROWS = 128
-"""Of the draft's recorded steps on a GPU."""
+"""The most rows of the draft's recorded steps on a GPU."""
 
 
 def find_draft(config: Config, model: Path, *, weights: bool) -> Path | None:
@@ -81,7 +81,7 @@ def check_vocabulary(model: Path, draft: Path) -> None:
 
 
 def _check_sizes(model: Path, draft: Path, *, tokenizers: bool) -> None:
-    """Of models that only take token ids."""
+    """Compares models without tokenizers, which take token ids only."""
     here, there = (read_model(folder, "auto").vocabulary_size for folder in (model, draft))
     if tokenizers or here != there:
         raise InvalidConfig(
@@ -119,7 +119,7 @@ def load_draft(config: Config, folder: Path, main: Engine) -> Engine:
 
 
 def draft_settings(config: Config, main: GpuSettings) -> GpuSettings:
-    """Of the draft's steps, by those of the main model's."""
+    """The settings of the draft's steps, from those of the main model's."""
     return replace(
         main,
         max_batch=min(config.decode.max_batch, MOST_ROWS),
@@ -144,8 +144,8 @@ def _tokens(folder: Path) -> dict[int, str]:
 
 
 def page_bytes(architecture: AnyArchitecture, config: Config, number: int, device: str) -> int:
-    """Of as many tokens as a page has, in all slices of the layers; `number` bytes are one of the
-    model's."""
+    """The bytes of one page of tokens, in all slices of the layers; a number of the model has
+    `number` bytes."""
     shape = stored_shape(architecture.pages_shape(1, config.page_size), config.kv_dtype, device)
     size = number if config.kv_dtype == "auto" else 1
     return math.prod(shape) * size * len(architecture.slices.windows)

@@ -90,7 +90,7 @@ class Grammars:
                 eos_token=_end_token(self._folder),
             )
         except ValueError as error:
-            raise NotServed(f"this model's tokenizer does not go with grammars: {error}") from error
+            raise NotServed(f"this model's tokenizer does not support grammars: {error}") from error
 
 
 class TokenGuide:
@@ -113,7 +113,7 @@ class TokenGuide:
     def look_ahead(self, guesses: list[int]) -> list[int]:
         """Those of the guesses that keep to the grammar, up to the first that does not. Until the
         next token there are masks behind them too. None are kept where that takes long or fails;
-        whoever samples gets the error."""
+        sampling raises the error."""
         try:
             assert self._mask is not None
             self._mask.result(AHEAD_SECONDS)

@@ -1,4 +1,4 @@
-"""Keys that lose less as int8 codes.
+"""Scales queries and keys so that keys lose less as int8 codes.
 
 All numbers of a key share one scale. In some models a few of them are a hundred times as large as
 the others, mostly by their biases, and the others are rounded away. So each number of a key is

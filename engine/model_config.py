@@ -18,7 +18,7 @@ OPTIONAL = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
-"""Keys that only families obey which assume a value for them."""
+"""Keys that are obeyed only by families that assume a value for them."""
 
 NULL_MEANS_NONE = (
     "num_key_value_heads",
@@ -27,7 +27,7 @@ NULL_MEANS_NONE = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
-"""Keys whose null is not the same as silence."""
+"""Keys whose null differs from an absent key."""
 
 
 def supported() -> str:
@@ -92,10 +92,10 @@ def read_config(path: Path) -> tuple[str, Family, ModelConfig]:
             f"architecture {classes} of model type {name!r} is not supported; "
             f"supported: {supported()}"
         )
-    said = {
+    obeyed = {
         key: value
         for key, value in stated.values.items()
         if (value is not None or key in NULL_MEANS_NONE)
         and (key not in OPTIONAL or key in family.assumed)
     }
-    return name, family, ModelConfig({**ASSUMED, **family.assumed, **said, **family.fixed})
+    return name, family, ModelConfig({**ASSUMED, **family.assumed, **obeyed, **family.fixed})

@@ -211,5 +211,5 @@ def _unlink(path: Path) -> None:
 
 
 def _open_privately(path: str, flags: int) -> int:
-    """Prompts are for their owner's eyes only."""
+    """Only the owner may read prompts."""
     return os.open(path, flags, mode=0o600)

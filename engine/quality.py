@@ -1,6 +1,6 @@
-"""What a model loses by the way it is kept, against itself in float32, on a fixed text.
+"""What a model loses by its dtype or quantization, against itself in float32, on a fixed text.
 
-The text is a story (quality.txt) with facts strewn in, which are repeated at its end. Both models
+The text is a story (quality.txt) with inserted facts, which are repeated at its end. Both models
 prefill it, so each token is predicted from the same tokens before it. The story's tokens are
 compared by depth. A fact is recalled if each token of its number is the likeliest one.
 """
@@ -61,8 +61,8 @@ class Quality(NamedTuple):
 
 
 def measure(folder: Path, device: str, **kept: Any) -> Quality:
-    """Of the model in `folder`, kept as these options of Engine.load say. It is loaded twice, one
-    after the other."""
+    """The quality of the model in `folder`, loaded with the options `kept` of Engine.load. It is
+    loaded twice, one after the other."""
     exam = make_exam(folder)
     reference, scores = (
         score_loaded(folder, exam.tokens, device=device, **options)
@@ -72,7 +72,7 @@ def measure(folder: Path, device: str, **kept: Any) -> Quality:
 
 
 def make_exam(folder: Path) -> Exam:
-    """In the tokens of the model in `folder`."""
+    """The exam in the tokens of the model in `folder`."""
     tokenizer = Tokenizer.from_str(model_store.tokenizer_text(folder))
     tokenizer.no_truncation()
     encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -108,7 +108,8 @@ def score_loaded(folder: Path, tokens: list[int], **options: Any) -> list[Logpro
 
 
 def score(engine: Engine, tokens: list[int]) -> list[Logprobs]:
-    """Of each token from the second on, given those before it, with the likeliest one."""
+    """The log probability of each token from the second on, and the likeliest token in its
+    place."""
     work = Work(AttemptKey("quality", 0), tokens, Sampling(), 1, frozenset(), prompt_logprobs=1)
     sequence = Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(tokens) + 1)))
     try:

@@ -1,5 +1,5 @@
-"""Steps in which every sequence decodes one token, recorded and repeated: on a CPU, Python takes
-longer than the small products of few rows (kernels/cpu/recording.py).
+"""Records and repeats steps in which every sequence decodes one token: on a CPU, Python takes
+longer than the products of few rows (kernels/cpu/recording.py).
 
 A recording has memory of its own for what differs from step to step: the rows, their rotations,
 where their keys and values go, and the pages that they read. One is made for each number of rows

@@ -52,8 +52,8 @@ class StepRows(NamedTuple):
 
 
 class StepRunner:
-    """What runs plans of any model over the paged memory `kv`
-    [page, layer of a slice, k/v, token, kv_head, dim]: all but the forward pass."""
+    """Runs plans of any model over the paged memory `kv`
+    [page, layer of a slice, k/v, token, kv_head, dim]; subclasses have the forward pass."""
 
     runs_ahead = False
 
@@ -162,7 +162,7 @@ class StepRunner:
         return StepRows(self._tensor(tokens), position, writes, self._tensor(wanted))
 
     def _reads_by_table(self, decoding: list[ChunkInputs]) -> list[DecodeReads]:
-        """Of the rows of sequences that decode; empty without any."""
+        """The reads of rows that decode; empty without any."""
         if not decoding:
             return []
         rows = [(chunk, at) for chunk in decoding for at in range(chunk.start, chunk.end)]
@@ -264,7 +264,7 @@ class Runner(StepRunner):
         self._broadcast(AdapterChange(Adapter(digest, ""), loaded=False))
 
     def _broadcast(self, change: AdapterChange) -> None:
-        """From rank 0: has the others do the same."""
+        """Sends the change to the other ranks. On rank 0."""
         if self._group:
             self._group.broadcast(pickle.dumps(change))
 
@@ -299,7 +299,7 @@ class Runner(StepRunner):
         )
 
     def _adapted(self, inputs: list[ChunkInputs]) -> tuple[AdaptedRows | None, AdaptedRows | None]:
-        """Of all rows, and of those whose logits are needed; None where none has an adapter."""
+        """The adapters of all rows, and of those whose logits are needed; None without any."""
         if not any(chunk.adapter for chunk in inputs):
             return None, None
         rows: list[AdapterProducts | None] = []

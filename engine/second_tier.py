@@ -21,8 +21,8 @@ prompt. What cannot be read is computed; a restoring thread without progress for
 Rows and files are pools of pages themselves, with known contents, an order of use, and leases
 for the copies.
 
-Copies run on threads of their own, which post what the pool's thread, the owner of all of
-this, is to do next. It does so in `advance`, before each step; `wake` makes it look.
+Copies run on threads of their own. They post tasks to the pool's thread, which owns all of
+this and runs them in `advance`, before each step; `wake` wakes it.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class SecondTier(LowerTier):
             self.advance()
 
     def _post(self, task: Task) -> None:
-        """Has the pool's thread run a task. Called from any thread."""
+        """Posts a task to the pool's thread. Called from any thread."""
         self._posted.put(task)
         self._wake()
 

@@ -54,7 +54,7 @@ def token_and_logprobs(drawn: Drawn) -> tuple[int, Logprobs | None]:
 
 
 class Checked(NamedTuple):
-    """What a step sampled for a sequence with guesses: those that were right, and one more."""
+    """What a step sampled for a sequence with guesses: the right guesses, and one more token."""
 
     drawn: list[Drawn]
     guesses: int  # right and wrong
@@ -128,8 +128,7 @@ class ChunkInputs(NamedTuple):
 
 
 class AdapterChange(NamedTuple):
-    """What other ranks are sent before a step that needs an adapter, or after the last that
-    did."""
+    """Sent to other ranks before the first step that needs an adapter, and after the last."""
 
     adapter: Adapter
     loaded: bool

@@ -60,12 +60,12 @@ class Group:
         self.wait()
 
     def broadcast(self, step: bytes) -> None:
-        """From rank 0: has all others run a step."""
+        """Sends a step to all other ranks, which run it. On rank 0."""
         for other in self._others:
             other.send_bytes(step)
 
     def close(self) -> None:
-        """From rank 0: ends the steps."""
+        """Ends the steps of the other ranks. On rank 0."""
         for other in self._others:
             other.close()
 

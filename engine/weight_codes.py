@@ -1,8 +1,8 @@
-"""Which codes a model's weights are kept as: those of its checkpoint, or of a quantization.
+"""A model's weights as codes: those of its checkpoint, or of a quantization.
 
 On GPUs the integers of a checkpoint stay as they are (kernels/packed.py). Weights are dequantized
-while they are loaded, then packed again: so all that rearranges, joins, splits and balances them
-need not know. What cannot be packed stays dequantized, with the same answers.
+while they are loaded, then packed again, so code that rearranges, joins, splits or balances them
+is the same. What cannot be packed stays dequantized, with the same answers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def describe_quantization(quantization: WeightQuantization, dtype: str, device: 
 
 
 def join_grids(grids: Sequence[Grid | None]) -> Grid | None:
-    """Of weights that become one, by outputs; None if one has none, or of another kind."""
+    """The grid of weights joined by outputs; None if one has no grid, or one with other bits."""
     known = [grid for grid in grids if grid is not None]
     if len(known) < len(grids) or len({grid.bits for grid in known}) != 1:
         return None
@@ -54,7 +54,7 @@ class CodedWeights:
     """The codes of a model's weights, layer by layer."""
 
     def __init__(self, quantization: WeightQuantization, *, packed: bool) -> None:
-        """`packed`: integers are those of GPUs."""
+        """`packed`: integers are packed for GPUs."""
         self._packed = packed
         self._quantization = quantization
         self._grids: list[tuple[AnyLinear, Grid]] = []
@@ -71,7 +71,7 @@ class CodedWeights:
             self._grids.append((linear, grid))
 
     def finish_layer(self, layer: Layer) -> None:
-        """Once its weights are as they are multiplied."""
+        """Called when the layer's weights have their final arrangement."""
         if self._quantization != "none":
             layer.quantize(self._kind())
         for linear, grid in self._grids:
@@ -81,7 +81,7 @@ class CodedWeights:
         self._grids.clear()
 
     def report(self, layers: Sequence[Layer]) -> None:
-        """What became of a checkpoint's codes."""
+        """Logs how many linear layers keep the checkpoint's codes."""
         if not self.of_checkpoint:
             return
         experts = sum(isinstance(layer.mlp, Experts) for layer in layers)

@@ -22,14 +22,14 @@ be writing, so unwanted pages are quarantined until one of these is certain:
 - the sender reports that no write is under way (Drained), or that all are done (Arrived)
 - the sender is dead, or cut off so that none of its writes can arrive
 
-No timeout proves either: a frozen sender may thaw. In quarantine the sender is
-told repeatedly that its lease is revoked, which finds out both: a live sender
-answers Drained, and a dead one cannot be reached.
+No timeout proves either: a frozen sender may thaw. In quarantine Revoked is sent
+repeatedly, which proves one or the other: a live sender answers Drained, and a
+dead one cannot be reached.
 
 A prompt's reservation is filled as a whole. A fetch may be filled in part, with
 what the holder has cached.
 
-The machine does no I/O and reads no clock. It says when pages may be freed; the
+The machine does no I/O and reads no clock. It reports when pages may be freed; the
 thread that owns the pool frees them.
 """
 

@@ -6,9 +6,9 @@
 
 Both ends are processes of one worker, so commands and events are sent as they are,
 pickled, over a socket that the rank has inherited. The rank decides nothing: it
-drives its transport as rank 0 says. When the rank ends, `ShardProxy.poll` raises and
-the worker ends too: what the rank had sent may still arrive, so nothing can be said
-of its writes. When rank 0 ends, `serve_shard` returns.
+runs rank 0's commands on its transport. When the rank ends, `ShardProxy.poll` raises
+and the worker ends too: what the rank had sent may still arrive, so the outcome of
+its writes is unknown. When rank 0 ends, `serve_shard` returns.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class TransferThread:
         """Handles ended writes, lost peers and introductions; returns the notes of attempts.
 
         Peers are connected before anything is sent. Otherwise a connection that breaks now could
-        be replaced before its PeerLost is polled, which would then seem to be about the new one.
+        be replaced before its PeerLost is polled, which would then be taken for the new one's.
         """
         notes: list[tuple[str, TransferNote]] = []
         introductions: list[tuple[str, TransferNote]] = []

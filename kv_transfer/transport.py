@@ -175,7 +175,7 @@ AnyPeer = TypeVar("AnyPeer", bound=_Peer)
 
 
 class BaseTransport(ABC, Generic[AnyPeer]):
-    """What transports of one kind of route share: peers, events, and checks of both."""
+    """Base of transports of one kind of route: peers, events, and checks of both."""
 
     name: ClassVar[str]  # of the route
     devices: ClassVar[tuple[str, ...]]  # whose memory it can serve
@@ -236,8 +236,8 @@ class BaseTransport(ABC, Generic[AnyPeer]):
         return self._memory
 
     def _check_polled(self, peer: str) -> None:
-        """Raises WorkerLost while a peer's PeerLost has not been polled: it would seem to be about
-        the next connection."""
+        """Raises WorkerLost while a peer's PeerLost has not been polled: it would be taken for the
+        next connection's."""
         if any(isinstance(event, PeerLost) and event.peer == peer for event in self._events):
             raise WorkerLost(f"the connection to {peer} has just been lost")
 

@@ -219,5 +219,5 @@ class EngineThread(threading.Thread):
 
 
 def _resolve(future: Future[T], result: T) -> None:
-    with suppress(InvalidStateError):  # nobody waits for it any more
+    with suppress(InvalidStateError):  # it was cancelled
         future.set_result(result)

@@ -43,7 +43,7 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What a rank is told by rank 0, pickled."""
+    """A rank's settings, pickled and sent by rank 0."""
 
     rank: int
     size: int
@@ -98,7 +98,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        _live(*(Connection(int(handle)) for handle in sys.argv[1:4]))
+        _run(*(Connection(int(handle)) for handle in sys.argv[1:4]))
     except (EOFError, ConnectionError):
         os._exit(0)
     except BaseException:
@@ -106,7 +106,7 @@ def main() -> None:
         os._exit(1)
 
 
-def _live(steps: Connection, transfers: Connection, copies: Connection) -> None:
+def _run(steps: Connection, transfers: Connection, copies: Connection) -> None:
     settings: RankSettings = steps.recv()
     set_up_logging(settings.log_level)
     use_threads(settings.threads)

@@ -225,6 +225,6 @@ class Ranks:
             log.error("%s", error)
             self._on_lost(error)
         if self.settings.own_devices:
-            # NCCL waits for a lost rank's part for ever, and so would this process.
+            # NCCL would wait for a lost rank's part forever, and so would this process.
             time.sleep(LOST_SECONDS)
             os._exit(1)

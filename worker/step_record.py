@@ -12,7 +12,7 @@ and the same for a request that it accepts. How the process ended is evidence to
     an exception            its text is in the record
     SIGSEGV, SIGABRT, …     faulthandler has written the stack into a second file
     out of memory           the kernel's count of such kills grew in the last second
-    none of these           killed from outside: nobody is to blame
+    none of these           killed from outside: no request is accused
 
 The record is memory that is mapped from a file, so noting a step is a copy of a few bytes, and the
 kernel keeps them whatever becomes of the process. No torch: a new process reads records first of
@@ -43,7 +43,7 @@ from baton.v1 import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 STALE_SECONDS = 3600.0
-"""After the end of a process, when a record that nobody has read is removed."""
+"""After the end of a process, when its unread record is removed."""
 
 REMEMBERED_VERDICTS = 16
 
@@ -66,8 +66,8 @@ class Row(Protocol):
 
 
 class StepRecord:
-    """`verdicts` are the latest on other processes of its scope. Without a file it is of no use to
-    another process, but to the tests."""
+    """`verdicts` are the latest on other processes of its scope. Without a file, as in tests, no
+    other process can read it."""
 
     def __init__(self, memory: mmap.mmap | None = None, path: Path | None = None) -> None:
         self.incarnation = secrets.randbits(64)
@@ -125,14 +125,14 @@ class StepRecord:
             self.verdicts.extend(filter(None, map(_take, records)))
 
     def close(self) -> None:
-        """The process ends as it was told to."""
+        """An orderly end: removes the files."""
         if self._path:
             _remove(self._path)
 
     def _note(self, slot: int, request_ids: list[str]) -> None:
         text = "\0".join(request_ids).encode()
         if len(text) > _SLOT_BYTES - _SLOT.size:
-            text = b""  # names nobody, and so acquits nobody
+            text = b""  # names no request, so it acquits none
         start = _SLOTS_AT + slot * _SLOT_BYTES
         _SLOT.pack_into(self.memory, start, 0, len(text))
         start += _SLOT.size
@@ -189,7 +189,7 @@ def _open(scope: str) -> StepRecord:
     record = StepRecord(mmap.mmap(descriptor, _SIZE), path)
     record.refresh()
     faulthandler.enable(path.with_suffix(".fault").open("w"), all_threads=False)
-    # Named only when locked: whoever finds it unlocked takes its process for dead.
+    # Named only when locked: a process that finds it unlocked takes its owner for dead.
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends, in whatever way
     # With a `src_dir_fd`, whatever it is, os.link follows the link.
     os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)

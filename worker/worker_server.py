@@ -75,7 +75,7 @@ class WorkerServer:
         times: StartTimes | None = None,
         record: StepRecord | None = None,
     ) -> None:
-        """`on_role` is called after a role switch, `on_leaving` when the worker is told to drain
+        """`on_role` is called after a role switch, `on_leaving` when the worker is asked to drain
         and leave for good. `times` and `record` have been kept since the start of the process."""
         self._config = config
         self._role = role
