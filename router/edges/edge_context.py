@@ -1,17 +1,67 @@
-"""What calls need of the router, over gRPC and HTTP."""
+"""What calls need of the router, and what they have in common, over gRPC and HTTP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 from weakref import WeakSet
 
 from baton.core.errors import Unavailable
-from baton.router.edges.auth import Caller, KeyRing
+from baton.core.types import Caching, Request
+from baton.router.edges.auth import SIMILARITY_HEADER, Caller, KeyRing
 from baton.router.edges.client_buffer import ClientBuffer
+from baton.router.observe.ledger import RequestLedger
 from baton.router.requests.serving import Activity
 from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.served_models import ServedModel, ServedModels
 from baton.router.workers.controller_client import NO_CONTROLLER, ControllerClient
+
+
+class ParsedCall(NamedTuple):
+    """A call that generates; its requests differ in prompt and seed only."""
+
+    caller: Caller
+    model: ServedModel
+    requests: Sequence[Request]
+    ledger: RequestLedger
+
+
+def complete_call(
+    caller: Caller,
+    model: ServedModel,
+    requests: Sequence[Request],
+    header: Callable[[str], str],
+    arrived: float,
+    deadline: float = math.inf,
+) -> ParsedCall:
+    """Adds to parsed requests what the caller's key and the call's headers say; `header` returns
+    an absent one as an empty string."""
+    first, caching = requests[0], Caching.parse(header("cache-control"))
+    similarity = caller.semantic_similarity(first.semantic_similarity, header(SIMILARITY_HEADER))
+    requests = [
+        replace(
+            each,
+            cache_salt=caller.salt(each.cache_salt),
+            tenant=caller.key.name,
+            priority=caller.priority(each.priority),
+            caching=caching,
+            semantic_similarity=similarity,
+            deadline=deadline,
+        )
+        for each in requests
+    ]
+    ledger = RequestLedger(
+        first.request_id,
+        arrived,
+        sum(request.n for request in requests),
+        owner=caller.key.name,
+        traceparent=header("traceparent"),
+        model=first.model,
+    )
+    return ParsedCall(caller, model, requests, ledger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +95,13 @@ class EdgeContext:
     def can_place(self) -> bool:
         """Whether requests to some model can be placed."""
         return any(model.serving.placer.can_place for model in self.models)
+
+    @contextlib.contextmanager
+    def admit(self, call: ParsedCall) -> Iterator[None]:
+        """While the call is answered: counts its answers toward the key's limits, and keeps its
+        ledger. Raises when a limit is exceeded."""
+        with call.caller.admit(len(call.ledger.answers)), self.activity.ledgers.keep(call.ledger):
+            yield
 
     def end_calls(self) -> None:
         """Ends every HTTP call in progress with an error."""

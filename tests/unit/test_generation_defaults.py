@@ -40,7 +40,7 @@ def over_grpc(defaults: GenerationDefaults, options: GenerateOptions) -> Request
 
 def over_http(defaults: GenerationDefaults, **fields: object) -> Request:
     body = ChatRequest.parse({**HELLO, "seed": 1, **fields})
-    (request,) = body.requests("id", str, defaults)
+    (request,) = body.requests("id", defaults)
     return request
 
 
@@ -123,7 +123,7 @@ def test_the_most_tokens_are_the_models_where_a_request_says_none(tmp_path: Path
     assert over_grpc(defaults, {}).max_tokens == 77
     assert over_grpc(defaults, {"max_tokens": 5}).max_tokens == 5
     assert over_http(defaults, max_tokens=5).max_tokens == 5
-    (completion,) = CompletionRequest.parse({"prompt": "x"}).requests("id", str, defaults)
+    (completion,) = CompletionRequest.parse({"prompt": "x"}).requests("id", defaults)
     assert completion.max_tokens == 77
     assert str(defaults) == "max_tokens 77"
 

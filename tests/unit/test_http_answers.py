@@ -39,6 +39,7 @@ from baton.router.edges.http.choice_renderer import (
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.openapi import document
 from baton.v1 import inference_pb2 as pb
+from tests.support.http_bodies import addressed
 
 SECRET = "/home/someone 10.0.0.7:5100"
 
@@ -71,8 +72,10 @@ Renderer = AnswerRenderer[Any]
 def renderer_of(kind: type[Renderer], **fields: object) -> Renderer:
     given = {"prompt": "p", "messages": [{"role": "user", "content": "p"}], "n": 2, **fields}
     body = kind.body_model.parse(given)
-    echoes = [str(given["prompt"])] if fields.get("echo") else []
-    return kind(body, body.requests("id", str), "tiny", echoes)
+    renderer = kind(body, addressed(body, "id"))
+    if isinstance(renderer, CompletionRenderer) and fields.get("echo"):
+        renderer.echoes = [str(given["prompt"])]
+    return renderer
 
 
 def whole(kind: type[Renderer], **fields: object) -> Json:

@@ -20,6 +20,7 @@ from baton.core.errors import (
     Unavailable,
     UnknownModel,
 )
+from baton.core.generation_defaults import NO_DEFAULTS
 from baton.core.proto_json import Json
 from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, ToolCallDelta
@@ -28,13 +29,14 @@ from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
 from baton.router.edges.http.messages.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.edges.http.openapi import document
 from baton.v1 import inference_pb2 as pb
+from tests.support.http_bodies import addressed
 
 HELLO: Json = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
 USER = Message("user", "Hello")
 
 
 def request(**fields: object) -> Request:
-    (only,) = MessagesRequest.parse({**HELLO, **fields}).requests("id", str)
+    (only,) = MessagesRequest.parse({**HELLO, **fields}).requests("id", NO_DEFAULTS)
     return only
 
 
@@ -284,7 +286,7 @@ USAGE = {
 
 def renderer(**fields: object) -> MessagesRenderer:
     body = MessagesRequest.parse({**HELLO, **fields})
-    return MessagesRenderer(body, body.requests("msg_1", str), "tiny")
+    return MessagesRenderer(body, addressed(body, "msg_1"))
 
 
 def whole(events: list[AnswerEvent]) -> Json:

@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from baton.core.errors import BatonError, InvalidRequest, NotServed, Unavailable, UnknownRequest
+from baton.core.generation_defaults import NO_DEFAULTS
 from baton.core.proto_json import Json
 from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, ToolCallDelta
@@ -19,12 +20,13 @@ from baton.router.edges.http.responses.responses_renderer import ResponsesRender
 from baton.router.edges.http.responses.responses_request import ResponsesRequest
 from baton.router.prompts.output_grammar import ANY_OBJECT
 from baton.v1 import inference_pb2 as pb
+from tests.support.http_bodies import addressed
 
 USER = Message("user", "Hello")
 
 
 def request(**fields: object) -> Request:
-    (only,) = ResponsesRequest.parse({"input": "Hello", **fields}).requests("id", str)
+    (only,) = ResponsesRequest.parse({"input": "Hello", **fields}).requests("id", NO_DEFAULTS)
     return only
 
 
@@ -178,7 +180,7 @@ CALLED: list[AnswerEvent] = [
 
 def renderer(**fields: object) -> ResponsesRenderer:
     body = ResponsesRequest.parse({"input": "Hello", **fields})
-    return ResponsesRenderer(body, body.requests("id", str), "tiny")
+    return ResponsesRenderer(body, addressed(body, "id"))
 
 
 def whole(events: list[AnswerEvent], made: ResponsesRenderer | None = None) -> Json:

@@ -122,10 +122,11 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         if call.stream and not streams:
             raise InvalidRequest("a stream needs ModelStreamInfer", field="stream")
         call.message.model = message.model_name
-        caller, model, (request,), ledger = prepare(self._context, call.message, context, arrived)
+        prepared = prepare(self._context, call.message, context, arrived)
+        (request,), ledger = prepared.requests, prepared.ledger
         renderer = ResponseRenderer(call, request.model, message.id, request.n)
-        with caller.admit(request.n), self._context.activity.ledgers.keep(ledger):
-            generate = functools.partial(model.serving.generate, request, ledger)
+        with self._context.admit(prepared):
+            generate = functools.partial(prepared.model.serving.generate, request, ledger)
             async with buffered(generate, self._context.reader_buffer) as events:
                 async for event in events:
                     renderer.add(event)

@@ -3,12 +3,11 @@ API key is checked, the message decoded."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,18 +19,16 @@ from baton.core.errors import (
     NotServed,
     PermissionDenied,
 )
-from baton.core.types import MAX_MESSAGE_BYTES, Caching, Request
-from baton.router.edges.auth import SIMILARITY_HEADER, Caller, KeyRing
+from baton.core.types import MAX_MESSAGE_BYTES
+from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import buffered
-from baton.router.edges.edge_context import EdgeContext
+from baton.router.edges.edge_context import EdgeContext, ParsedCall, complete_call
 from baton.router.edges.embedding import EmbeddedInputs
 from baton.router.edges.grpc.protobuf import parse_embed, parse_prompt, parse_request, response
 from baton.router.followed_models import FollowedModels
 from baton.router.observe import time_breakdown
-from baton.router.observe.ledger import CACHE_HEADER, RequestLedger
+from baton.router.observe.ledger import CACHE_HEADER
 from baton.router.observe.overview import RouterOverview
-from baton.router.requests.serving import Serving
-from baton.router.served_models import ServedModel
 from baton.rpc import Context, abort, to_status, unary
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_pb2, worker_pb2
 from baton.v1 import inference_pb2 as pb
@@ -60,50 +57,24 @@ def caller_of(keys: KeyRing, context: Context) -> Caller:
     return keys.caller(_metadata(context, "authorization"))
 
 
-class ParsedCall(NamedTuple):
-    caller: Caller
-    model: ServedModel
-    requests: list[Request]
-    ledger: RequestLedger
-
-
 def prepare(
     edge: EdgeContext,
     message: pb.GenerateRequest | pb.EmbedRequest,
     context: Context,
     arrived: float,
 ) -> ParsedCall:
-    """Who calls, and the requests with what the call adds to its message."""
+    """Parses a message of a call that came at `arrived`."""
     caller = caller_of(edge.keys, context)
     model = edge.find(message.model, caller)
     if isinstance(message, pb.EmbedRequest):
         requests = parse_embed(message)
     else:
         requests = [parse_request(message, model.defaults)]
+    requests = [model.addressed(each, message.model) for each in requests]
     left = context.time_remaining()
-    requests = [
-        dataclasses.replace(
-            model.addressed(request, message.model),
-            cache_salt=caller.salt(request.cache_salt),
-            tenant=caller.key.name,
-            priority=caller.priority(request.priority),
-            caching=Caching.parse(_metadata(context, "cache-control")),
-            semantic_similarity=caller.semantic_similarity(
-                request.semantic_similarity, _metadata(context, SIMILARITY_HEADER)
-            ),
-            deadline=math.inf if left is None else arrived + left,
-        )
-        for request in requests
-    ]
-    ledger = RequestLedger(
-        requests[0].request_id,
-        arrived,
-        sum(request.n for request in requests),
-        owner=caller.key.name,
-        traceparent=_metadata(context, "traceparent"),
-        model=requests[0].model,
-    )
-    return ParsedCall(caller, model, requests, ledger)
+    deadline = math.inf if left is None else arrived + left
+    header = functools.partial(_metadata, context)
+    return complete_call(caller, model, requests, header, arrived, deadline)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -116,9 +87,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived = time.monotonic()
         try:
             call = prepare(self._context, message, context, arrived)
-            (request,), ledger = call.requests, call.ledger
-            with call.caller.admit(request.n), self._context.activity.ledgers.keep(ledger):
-                await self._answer(call.model.serving, request, ledger, context)
+            ledger = call.ledger
+            with self._context.admit(call):
+                await self._answer(call, context)
                 ledger.end()
                 timing = (time_breakdown.KEY, time_breakdown.trailer(ledger))
                 cache = ((CACHE_HEADER, ledger.cache_header),) if ledger.cache_header else ()
@@ -126,10 +97,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
 
-    async def _answer(
-        self, serving: Serving, request: Request, ledger: RequestLedger, context: Context
-    ) -> None:
-        generate = functools.partial(serving.generate, request, ledger)
+    async def _answer(self, call: ParsedCall, context: Context) -> None:
+        (request,), ledger = call.requests, call.ledger
+        generate = functools.partial(call.model.serving.generate, request, ledger)
         async with buffered(generate, self._context.reader_buffer) as buffer:
             async for event in buffer:
                 began = time.monotonic()
@@ -139,12 +109,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @unary
     async def Embed(self, message: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        arrived = time.monotonic()
-        caller, model, requests, ledger = prepare(self._context, message, context, arrived)
+        call = prepare(self._context, message, context, time.monotonic())
+        requests = call.requests
         dimensions = message.dimensions if message.HasField("dimensions") else None
         embedded = EmbeddedInputs(len(requests), dimensions, normalized=not message.unnormalized)
-        with caller.admit(len(requests)), self._context.activity.ledgers.keep(ledger):
-            await model.serving.generate_all(requests, ledger, embedded.collect)
+        with self._context.admit(call):
+            await call.model.serving.generate_all(requests, call.ledger, embedded.collect)
         return pb.EmbedResponse(
             embeddings=[pb.Embedding(values=vector) for vector in embedded.vectors()],
             model=requests[0].model,

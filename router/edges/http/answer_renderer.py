@@ -16,6 +16,7 @@ from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.answer_types import ResponseCacheUsage
 from baton.router.edges.http.generation_request import PromptRequest
 from baton.router.observe.ledger import rounded
+from baton.router.requests.serving import Serving
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import timing_pb2
 
@@ -25,17 +26,15 @@ Body = TypeVar("Body", bound=PromptRequest)
 
 
 class AnswerRenderer(Generic[Body]):
-    """Of one call; `echoes` are the texts of its prompts, where answers begin with them."""
+    """Of one call."""
 
     body_model: type[Body]
     prompt_field: ClassVar[str]
     id_prefix: ClassVar[str]
 
-    def __init__(
-        self, body: Body, requests: Sequence[Request], model: str, echoes: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, body: Body, requests: Sequence[Request]) -> None:
         self.id = requests[0].request_id
-        self.model = model
+        self.model = requests[0].model
         self.created = int(time.time())
         self.answers = sum(request.n for request in requests)
         # Over all answers; each prompt counts once.
@@ -43,8 +42,10 @@ class AnswerRenderer(Generic[Body]):
         self.accepted_tokens = self.rejected_tokens = 0  # of those that were guessed
         self._replayed: list[timing_pb2.ResponseCache] = []
         self._body = body
-        self._echoes = echoes
         self._n = requests[0].n
+
+    async def prepare(self, serving: Serving) -> None:
+        """Called before the first event."""
 
     def began(self, events: ClientBuffer) -> None:
         """Whoever closes `events` ends the answers where they are."""

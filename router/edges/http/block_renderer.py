@@ -40,10 +40,8 @@ _NO_CALL = ToolCallDelta(0)
 class BlockRenderer(AnswerRenderer[Body]):
     """Subclasses render `whole`, the events that begin and end a stream, and those of a block."""
 
-    def __init__(
-        self, body: Body, requests: Sequence[Request], model: str, echoes: Sequence[str] = ()
-    ) -> None:
-        super().__init__(body, requests, model, echoes)
+    def __init__(self, body: Body, requests: Sequence[Request]) -> None:
+        super().__init__(body, requests)
         self._blocks: list[Block] = []
         self._finished: pb.Finished | None = None
         self._begun = False

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from baton.core import bounds
 from baton.core.bounds import MAX_TOOLS
 from baton.core.errors import InvalidRequest, NotServed
-from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import ChatPrompt, Message, Prompt, Request, Tool, ToolCall
 from baton.router.answers.answer_format import with_tools
 from baton.router.edges.http.completion_request import ChoicesRequest
@@ -309,21 +309,13 @@ class ChatRequest(ChatFields, ChoicesRequest):
         "documents": Unserved(_TEMPLATES, ([],)),
     }
 
-    def requests(
-        self,
-        request_id: str,
-        salt: Callable[[str], str],
-        defaults: GenerationDefaults = NO_DEFAULTS,
-    ) -> tuple[Request, ...]:
+    def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         prompt = self.chat_prompt(self.messages)
         predicted = self.prediction.text() if self.prediction else ""
-        first = self._first(
-            request_id, salt, defaults, prompt, logprobs=logprobs, prediction=predicted
-        )
-        return (first,)
+        return (self._first(request_id, defaults, prompt, logprobs=logprobs, prediction=predicted),)
 
 
 class TokenizeRequest(ChatFields):

@@ -38,6 +38,7 @@ from baton.router.edges.http.answer_types import (
 )
 from baton.router.edges.http.chat_request import ChatRequest
 from baton.router.edges.http.completion_request import ChoicesRequest, CompletionRequest
+from baton.router.requests.serving import Serving
 from baton.v1 import inference_pb2 as pb
 
 FINISH: dict[int, FinishName] = {
@@ -55,10 +56,8 @@ class ChoiceRenderer(AnswerRenderer[Body]):
     answer_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(
-        self, body: Body, requests: Sequence[Request], model: str, echoes: Sequence[str] = ()
-    ) -> None:
-        super().__init__(body, requests, model, echoes)
+    def __init__(self, body: Body, requests: Sequence[Request]) -> None:
+        super().__init__(body, requests)
         # By answer with a first chunk: what surrounds the text in its next ones.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._deltas: defaultdict[int, list[AnswerDelta]] = defaultdict(list)
@@ -68,7 +67,7 @@ class ChoiceRenderer(AnswerRenderer[Body]):
             "id": self.id,
             "object": self.chunk_object if body.stream else self.answer_object,
             "created": self.created,
-            "model": model,
+            "model": self.model,
         }
         self._chunk_head = b"data: " + encode(self._head)[:-1] + b',"choices":'
 
@@ -205,11 +204,19 @@ class CompletionRenderer(ChoiceRenderer[CompletionRequest]):
     prompt_field = "prompt"
     id_prefix = "cmpl-"
     answer_object = chunk_object = "text_completion"
+    echoes: Sequence[str] = ()  # the prompts' texts, where answers begin with them
+
+    async def prepare(self, serving: Serving) -> None:
+        if self._body.echo:
+            self.echoes = [
+                each if isinstance(each, str) else await serving.decode(each, keep_special=True)
+                for each in self._body.prompt
+            ]
 
     def _opened(self, delta: AnswerDelta) -> AnswerDelta:
-        if not self._echoes:
+        if not self.echoes:
             return delta
-        echo = self._echoes[delta.index // self._body.n]
+        echo = self.echoes[delta.index // self._body.n]
         scores = delta.prompt_logprobs if self._body.logprobs is not None else ()
         # The prompt's tokens end where its text does, whatever precedes it: below 0 where its
         # first token is no part of it.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from baton.core import bounds
 from baton.core.errors import InvalidRequest
-from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import Prompt, Request
 from baton.router.edges.http.generation_request import (
     GenerationRequest,
@@ -59,7 +58,6 @@ class ChoicesRequest(StructureFields, GenerationRequest):
     def _first(
         self,
         request_id: str,
-        salt: Callable[[str], str],
         defaults: GenerationDefaults,
         prompt: Prompt,
         default_tokens: int | None = None,
@@ -70,7 +68,6 @@ class ChoicesRequest(StructureFields, GenerationRequest):
         wanted = self.max_completion_tokens or self.max_tokens
         return self._request(
             request_id,
-            salt,
             defaults,
             prompt,
             max_tokens=defaults.max_tokens or default_tokens if wanted is None else wanted,
@@ -124,12 +121,7 @@ class CompletionRequest(ChoicesRequest):
         "suffix": Unserved("text after the answer", ("",)),
     }
 
-    def requests(
-        self,
-        request_id: str,
-        salt: Callable[[str], str],
-        defaults: GenerationDefaults = NO_DEFAULTS,
-    ) -> tuple[Request, ...]:
+    def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
         if len(self.prompt) * self.n > MAX_CHOICES:
             raise InvalidRequest(
                 f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
@@ -139,7 +131,6 @@ class CompletionRequest(ChoicesRequest):
             raise InvalidRequest("max_tokens 0 needs echo or prompt_logprobs", field="max_tokens")
         request = self._first(
             request_id,
-            salt,
             defaults,
             self.prompt[0],
             DEFAULT_TOKENS,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import Pooling, Request, Sampling
 from baton.router.answers.answer_events import AnswerEvent
 from baton.router.edges.embedding import MAX_INPUTS, EmbeddedInputs, Vector
@@ -38,12 +38,7 @@ class EmbeddingsRequest(PromptRequest):
 
     unserved: ClassVar[dict[str, Unserved]] = {"stream": Unserved("vectors in pieces", (False,))}
 
-    def requests(
-        self,
-        request_id: str,
-        salt: Callable[[str], str],
-        defaults: GenerationDefaults = NO_DEFAULTS,
-    ) -> tuple[Request, ...]:
+    def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
         pooling = Pooling[self.pooling.upper()] if self.pooling else Pooling.ENCODER
         return tuple(
             Request(
@@ -52,7 +47,7 @@ class EmbeddingsRequest(PromptRequest):
                 Sampling(),
                 max_tokens=0,
                 pooling=pooling,
-                cache_salt=salt(self.cache_salt),
+                cache_salt=self.cache_salt,
                 priority=self._priority(),
                 add_special_tokens=self.add_special_tokens,
                 truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -84,14 +79,8 @@ class EmbeddingsRenderer(AnswerRenderer[EmbeddingsRequest]):
     prompt_field = "input"
     id_prefix = "embd-"
 
-    def __init__(
-        self,
-        body: EmbeddingsRequest,
-        requests: Sequence[Request],
-        model: str,
-        echoes: Sequence[str] = (),
-    ) -> None:
-        super().__init__(body, requests, model, echoes)
+    def __init__(self, body: EmbeddingsRequest, requests: Sequence[Request]) -> None:
+        super().__init__(body, requests)
         self._embedded = EmbeddedInputs(len(requests), body.dimensions, normalized=body.normalize)
 
     def collect(self, event: AnswerEvent) -> None:

@@ -13,7 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic
 
 from starlette.requests import Request as HttpRequest
@@ -23,19 +23,17 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.process import cancel_all
 from baton.core.proto_json import Json
-from baton.core.types import Caching, Request
+from baton.core.types import Request
 from baton.router.answers.answer_events import AnswerEvent, Emit
-from baton.router.edges.auth import SIMILARITY_HEADER, Caller
+from baton.router.edges.auth import Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
-from baton.router.edges.edge_context import EdgeContext
+from baton.router.edges.edge_context import EdgeContext, ParsedCall, complete_call
 from baton.router.edges.http.answer_renderer import AnswerRenderer, Body, encode
 from baton.router.edges.http.body import parse_body
-from baton.router.edges.http.completion_request import CompletionRequest
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.request_model import shown
-from baton.router.observe.ledger import CACHE_HEADER, RequestLedger
-from baton.router.requests.serving import Serving
+from baton.router.observe.ledger import CACHE_HEADER
 from baton.router.served_models import ServedModel
 from baton.v1 import inference_pb2 as pb
 
@@ -105,40 +103,15 @@ class GenerationEndpoint(Generic[Body]):
             body, requests, model = await parse_body(
                 http, lambda body: self._parse(body, request_id, caller), self._context.find
             )
-            caching = Caching.parse(http.headers.get("cache-control", ""))
-            tenant, priority = caller.key.name, caller.priority(requests[0].priority)
-            similarity = caller.semantic_similarity(
-                requests[0].semantic_similarity, http.headers.get(SIMILARITY_HEADER, "")
+            call = complete_call(
+                caller, model, requests, lambda name: http.headers.get(name, ""), arrived
             )
-            requests = tuple(
-                replace(
-                    each,
-                    tenant=tenant,
-                    priority=priority,
-                    caching=caching,
-                    semantic_similarity=similarity,
-                )
-                for each in requests
-            )
-            answers = sum(request.n for request in requests)
-            ledger = RequestLedger(
-                request_id,
-                arrived,
-                answers,
-                owner=caller.key.name,
-                traceparent=http.headers.get("traceparent", ""),
-                model=requests[0].model,
-            )
-            with caller.admit(answers), self._context.activity.ledgers.keep(ledger):
-                echoes = await self._echoes(body, model.serving)
-                renderer = self._render(body, requests, caller, echoes)
+            with self._context.admit(call):
+                renderer = self._render(body, call.requests, caller)
+                await renderer.prepare(model.serving)
                 connection = scope["state"][CONNECTION]
-                serving = model.serving
-                call = _Call(
-                    *(self._context, serving, requests, renderer),
-                    *(ledger, send, connection, error_of),
-                )
-                await _until_disconnect(receive, call.answer(stream=body.stream))
+                answering = _Answering(self._context, call, renderer, send, connection, error_of)
+                await _until_disconnect(receive, answering.answer(stream=body.stream))
         except Cancelled:
             return
         except Exception as error:  # noqa: BLE001 the edge of the process
@@ -149,34 +122,22 @@ class GenerationEndpoint(Generic[Body]):
     ) -> tuple[Body, tuple[Request, ...], ServedModel]:
         body = self._renderer.body_model.parse(content)
         model = self._context.find(body.model, caller)
-        requests = body.requests(request_id, caller.salt, model.defaults)
+        requests = body.requests(request_id, model.defaults)
         return body, tuple(model.addressed(each, body.model) for each in requests), model
 
     def _render(
-        self, body: Body, requests: Sequence[Request], caller: Caller, echoes: Sequence[str]
+        self, body: Body, requests: Sequence[Request], caller: Caller
     ) -> AnswerRenderer[Body]:
-        return self._renderer(body, requests, requests[0].model, echoes)
-
-    async def _echoes(self, body: Body, serving: Serving) -> list[str]:
-        """The texts of the prompts, where they are echoed."""
-        if not (isinstance(body, CompletionRequest) and body.echo):
-            return []
-        decode = serving.decode
-        return [
-            prompt if isinstance(prompt, str) else await decode(prompt, keep_special=True)
-            for prompt in body.prompt
-        ]
+        return self._renderer(body, requests)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """One call with a valid body. Records how long its writes take."""
+class _Answering:
+    """Generates and writes the answers to one call. Records how long its writes take."""
 
     context: EdgeContext
-    serving: Serving
-    requests: Sequence[Request]
+    call: ParsedCall
     renderer: AnswerRenderer[Any]
-    ledger: RequestLedger
     send: Send
     connection: BoundedConnection
     error_of: Callable[[Exception], Response]
@@ -198,7 +159,8 @@ class _Call:
 
     async def _generate(self, emit: Emit) -> None:
         """All answers to all prompts."""
-        await self.serving.generate_all(self.requests, self.ledger, emit)
+        call = self.call
+        await call.model.serving.generate_all(call.requests, call.ledger, emit)
 
     async def _stream(self, events: ClientBuffer) -> bytes:
         """Sends all but the last bytes of a stream, and returns these."""
@@ -223,8 +185,9 @@ class _Call:
         return None
 
     async def _start(self, headers: tuple[tuple[bytes, bytes], ...]) -> None:
-        named = (*headers, (b"x-request-id", self.ledger.request_id.encode()))
-        if cached := self.ledger.cache_header:
+        ledger = self.call.ledger
+        named = (*headers, (b"x-request-id", ledger.request_id.encode()))
+        if cached := ledger.cache_header:
             named = (*named, (CACHE_HEADER.encode(), cached.encode()))
         await self.send({"type": "http.response.start", "status": 200, "headers": named})
 
@@ -246,7 +209,7 @@ class _Call:
 
     def _record(self, event: AnswerEvent, began: float) -> None:
         if not isinstance(event, pb.Started):
-            self.ledger.answers[event.index].write(began)
+            self.call.ledger.answers[event.index].write(began)
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from baton.core import bounds
 from baton.core.errors import InvalidRequest
-from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import Prompt, Request, Sampling, Structure
 from baton.router.edges.http.request_model import (
     DURATION,
@@ -115,12 +115,7 @@ class PromptRequest(RequestModel):
     )
     stream: bool = about("Send the answer as server-sent events.", False)
 
-    def requests(
-        self,
-        request_id: str,
-        salt: Callable[[str], str],
-        defaults: GenerationDefaults = NO_DEFAULTS,
-    ) -> tuple[Request, ...]:
+    def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
         """One for each prompt; they differ in prompt and seed only."""
         raise NotImplementedError
 
@@ -184,7 +179,6 @@ class GenerationRequest(PromptRequest):
     def _request(
         self,
         request_id: str,
-        salt: Callable[[str], str],
         defaults: GenerationDefaults,
         prompt: Prompt,
         *,
@@ -202,7 +196,7 @@ class GenerationRequest(PromptRequest):
             stop=tuple(stop),
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            cache_salt=salt(self.cache_salt),
+            cache_salt=self.cache_salt,
             retain_seconds=self._retain_seconds(),
             priority=self._priority(),
             seeded=self.seed is not None,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from baton.core import bounds
-from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
 from baton.router.edges.http.chat_request import (
     Content,
@@ -254,16 +254,10 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
                     case "text" | "tool_use" | "tool_result":
                         yield part.get("cache_control")
 
-    def requests(
-        self,
-        request_id: str,
-        salt: Callable[[str], str],
-        defaults: GenerationDefaults = NO_DEFAULTS,
-    ) -> tuple[Request, ...]:
+    def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
         form = self.output_config.format if self.output_config else None
         request = self._request(
             request_id,
-            salt,
             defaults,
             self.chat_prompt(),
             max_tokens=self.max_tokens,

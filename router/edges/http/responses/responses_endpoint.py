@@ -38,13 +38,9 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         return body, (dataclasses.replace(request, prompt=body.chat_prompt(history)),), model
 
     def _render(
-        self,
-        body: ResponsesRequest,
-        requests: Sequence[Request],
-        caller: Caller,
-        echoes: Sequence[str],
+        self, body: ResponsesRequest, requests: Sequence[Request], caller: Caller
     ) -> ResponsesRenderer:
-        renderer = ResponsesRenderer(body, requests, requests[0].model, echoes)
+        renderer = ResponsesRenderer(body, requests)
         if body.store:
             renderer.keep_in(self._store, caller.key.name)
         return renderer

@@ -129,14 +129,8 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
     prompt_field = "input"
     id_prefix = "req_"
 
-    def __init__(
-        self,
-        body: ResponsesRequest,
-        requests: Sequence[Request],
-        model: str,
-        echoes: Sequence[str] = (),
-    ) -> None:
-        super().__init__(body, requests, model, echoes)
+    def __init__(self, body: ResponsesRequest, requests: Sequence[Request]) -> None:
+        super().__init__(body, requests)
         # A stored response needs an id of its own, and a request's may be the caller's.
         self._number = uuid.uuid4().hex
         self.id = f"resp_{self._number}"

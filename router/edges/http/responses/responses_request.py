@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, get_args
 
@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, wit
 from typing_extensions import TypedDict
 
 from baton.core import bounds
-from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
 from baton.router.edges.http.chat_request import (
     TEMPLATE_ROLES,
@@ -276,15 +276,9 @@ class ResponsesRequest(GenerationRequest):
         "truncation": Unserved("conversations without their middle", ("disabled",)),
     }
 
-    def requests(
-        self,
-        request_id: str,
-        salt: Callable[[str], str],
-        defaults: GenerationDefaults = NO_DEFAULTS,
-    ) -> tuple[Request, ...]:
+    def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
         request = self._request(
             request_id,
-            salt,
             defaults,
             self.chat_prompt(()),
             max_tokens=self.max_output_tokens,
