@@ -28,6 +28,7 @@ from baton.router.edges.http.generation_request import (
     MAX_PROMPT_CHARACTERS,
     PromptText,
     ShortText,
+    TextOrParts,
     TopLogprobs,
 )
 from baton.router.edges.http.request_model import (
@@ -65,15 +66,17 @@ class AssistantCall(StrictModel):
         return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
-Content = Annotated[
-    Annotated[PromptText, Tag("<text>")]
-    | Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
-]
+Content = TextOrParts[TextPart]
 
 
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+class WithText(TypedDict):
+    text: str
+
+
+def joined(content: str | Sequence[WithText] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content)
 
 
 # Chat templates know no developer, which is what OpenAI's newer models call the system.
@@ -85,7 +88,7 @@ class Prediction(StrictModel):
     content: Content
 
     def text(self) -> str:
-        text = _joined(self.content)
+        text = joined(self.content)
         if len(text) > bounds.MAX_PREDICTION:
             raise InvalidRequest(
                 f"prediction.content must have at most {bounds.MAX_PREDICTION} characters",
@@ -112,7 +115,7 @@ class ChatMessage(StrictModel):
         if content is None and not self.tool_calls:
             raise _invalid(place, "content", "must be a string, not null")
         if isinstance(content, list):
-            content = _joined(content)
+            content = joined(content)
             if len(content) > MAX_PROMPT_CHARACTERS:
                 raise _invalid(
                     place, "content", f"must have at most {MAX_PROMPT_CHARACTERS} characters"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from baton.core import bounds
 from baton.core.errors import InvalidRequest
@@ -32,6 +32,12 @@ MAX_NAME = 1024
 
 PromptText = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
 ShortText = Annotated[str, Field(max_length=MAX_NAME)]
+Part = TypeVar("Part")
+TextOrParts = Annotated[
+    Annotated[PromptText, Tag("<text>")]
+    | Annotated[list[Part], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
 StopString = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARACTERS)]
 Bias = Annotated[float, Field(ge=bounds.LOGIT_BIAS.least, le=bounds.LOGIT_BIAS.most)]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]

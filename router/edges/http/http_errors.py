@@ -5,6 +5,7 @@ The OpenAI API's have message, type, param and code; those of /v1/messages a typ
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -29,7 +30,11 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.router.edges.http.answer_renderer import encode
-from baton.router.edges.http.answer_types import ErrorBody, MessagesErrorBody
+from baton.router.edges.http.answer_types import (
+    ErrorBody,
+    MessagesErrorBody,
+    MessagesErrorObject,
+)
 from baton.rpc import redact
 
 log = logging.getLogger(__name__)
@@ -77,10 +82,11 @@ def error_response(
     error: Exception, request_id: str, prompt_field: str = "prompt", path: str = ""
 ) -> Response:
     """What a client of `path` sees of `error`; the rest is logged."""
-    respond = _messages_response if path.startswith(MESSAGES_PATH) else _response
+    messages = path.startswith(MESSAGES_PATH)
+    respond = functools.partial(_response, request_id, messages)
     if isinstance(error, HTTPException):
         # Raised before any field is parsed.
-        return respond(error.status_code, error.detail, request_id, error.headers or {})
+        return respond(error.status_code, error.detail, error.headers or {})
     if not isinstance(error, BatonError):
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
         error = Internal("")
@@ -96,10 +102,9 @@ def error_response(
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if error.retry_after:
         headers["retry-after"] = str(math.ceil(error.retry_after))
-    if respond is _messages_response and _overloaded(error):
+    if messages and _overloaded(error):
         status = OVERLOADED_STATUS
-    code = code or error.reason.lower()
-    return respond(status, message, request_id, headers, param, code)
+    return respond(status, message, headers, param, code or error.reason.lower())
 
 
 def _overloaded(error: BatonError) -> bool:
@@ -115,39 +120,30 @@ def _nearest(table: dict[type[BatonError], str], error: BatonError) -> str:
 
 
 def _response(
+    request_id: str,
+    messages: bool,
     status: int,
     message: str,
-    request_id: str,
     headers: Mapping[str, str],
     param: str = "",
     code: str = "",
 ) -> Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body: ErrorBody = {
-        "error": {
-            "message": message,
-            "type": "requests" if status == 429 else kind,
-            "param": param or None,
-            "code": code or None,
-        }
-    }
     named = {**headers, "x-request-id": request_id}
-    return Response(encode(body), status, named, "application/json")
-
-
-def _messages_response(
-    status: int,
-    message: str,
-    request_id: str,
-    headers: Mapping[str, str],
-    param: str = "",
-    code: str = "",
-) -> Response:
-    kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    body: MessagesErrorBody = {
-        "type": "error",
-        "error": {"type": kind, "message": message},
-        "request_id": request_id,
-    }
-    named = {**headers, "x-request-id": request_id, "request-id": request_id}
+    body: ErrorBody | MessagesErrorBody
+    if messages:
+        named["request-id"] = request_id
+        kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        error: MessagesErrorObject = {"type": kind, "message": message}
+        body = {"type": "error", "error": error, "request_id": request_id}
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        kind = "requests" if status == 429 else kind
+        body = {
+            "error": {
+                "message": message,
+                "type": kind,
+                "param": param or None,
+                "code": code or None,
+            }
+        }
     return Response(encode(body), status, named, "application/json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
@@ -18,6 +18,7 @@ from baton.router.edges.http.chat_request import (
     TextPart,
     ToolText,
     choose_tools,
+    joined,
     template_kwargs,
 )
 from baton.router.edges.http.generation_request import (
@@ -25,6 +26,7 @@ from baton.router.edges.http.generation_request import (
     PromptText,
     ShortText,
     StopList,
+    TextOrParts,
     TokenCount,
 )
 from baton.router.edges.http.request_model import (
@@ -104,11 +106,7 @@ MessagePart = Annotated[
 
 class TurnMessage(StrictModel):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[PromptText, Tag("<text>")]
-        | Annotated[list[MessagePart], Field(fail_fast=True), Tag("<parts>")],
-        Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
-    ]
+    content: TextOrParts[MessagePart]
 
     def to_messages(self, names: dict[str, str]) -> Iterator[Message]:
         """Each tool's result is a message of its own. `names` are the called tools' by id."""
@@ -133,12 +131,6 @@ class TurnMessage(StrictModel):
         if texts or thoughts or calls:
             reasoning = "\n".join(thoughts)
             yield Message(self.role, "\n".join(texts), tuple(calls), reasoning=reasoning)
-
-
-def joined(content: str | Sequence[TextPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part["text"] for part in content)
 
 
 class MessagesTool(StrictModel):
@@ -171,11 +163,6 @@ class OutputConfig(RequestModel):
     format: JsonOutput | None = None
 
 
-SystemContent = Annotated[
-    Annotated[PromptText, Tag("<text>")]
-    | Annotated[list[MarkedText], Field(fail_fast=True), Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
-]
 _MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 _SWITCHES = {"enabled": True, "disabled": False}
 
@@ -187,7 +174,7 @@ class CountTokensRequest(RequestModel):
     messages: Annotated[
         list[TurnMessage], Field(fail_fast=True, min_length=1, max_length=bounds.MAX_MESSAGES)
     ]
-    system: SystemContent | None = about("Before the messages.")
+    system: TextOrParts[MarkedText] | None = about("Before the messages.")
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)] = (
         about("Functions that the model may ask the caller to call.", ())
     )

@@ -18,6 +18,7 @@ from baton.router.edges.http.chat_request import (
     Effort,
     ToolText,
     choose_tools,
+    joined,
     known_choice,
     template_kwargs,
 )
@@ -25,6 +26,7 @@ from baton.router.edges.http.generation_request import (
     GenerationRequest,
     PromptText,
     ShortText,
+    TextOrParts,
     TokenCount,
 )
 from baton.router.edges.http.request_model import (
@@ -47,10 +49,7 @@ class ItemPart(TypedDict):
 
 
 ItemParts = Annotated[list[ItemPart], Field(fail_fast=True)]
-ItemContent = Annotated[
-    Annotated[PromptText, Tag("<text>")] | Annotated[ItemParts, Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
-]
+ItemContent = TextOrParts[ItemPart]
 
 
 class MessageItem(StrictModel):
@@ -116,12 +115,12 @@ def _messages(items: Iterable[InputItem], names: dict[str, str]) -> Iterator[Mes
     for item in items:
         match item:
             case ReasoningItem():
-                turn.thoughts.append(_text(item.content or item.summary or ""))
+                turn.thoughts.append(joined(item.content or item.summary))
             case CallItem():
                 names[item.call_id] = item.name
                 turn.calls.append(ToolCall(item.call_id, item.name, item.arguments))
             case MessageItem() if item.role == "assistant" and not turn.calls:
-                turn.texts.append(_text(item.content))
+                turn.texts.append(joined(item.content))
             case _:
                 yield from turn.messages()
                 turn = _Turn()
@@ -131,13 +130,9 @@ def _messages(items: Iterable[InputItem], names: dict[str, str]) -> Iterator[Mes
 
 def _message(item: MessageItem | CallOutputItem, names: dict[str, str]) -> Message:
     if isinstance(item, MessageItem):
-        return Message(TEMPLATE_ROLES.get(item.role, item.role), _text(item.content))
+        return Message(TEMPLATE_ROLES.get(item.role, item.role), joined(item.content))
     call = item.call_id
-    return Message("tool", _text(item.output), tool_call_id=call, name=names.get(call, ""))
-
-
-def _text(content: str | list[ItemPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return Message("tool", joined(item.output), tool_call_id=call, name=names.get(call, ""))
 
 
 class ResponsesFunction(StrictModel):
