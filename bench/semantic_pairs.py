@@ -25,7 +25,7 @@ from baton import Client
 from baton.core.metrics import Spread
 from baton.engine.encoder import Encoder
 from baton.router.prompts.embedding_model import EmbeddingModel
-from baton.router.response_cache.shadow_report import THRESHOLDS, JudgedHit, propose_similarity
+from baton.router.response_cache.shadow import THRESHOLDS, JudgedHit, propose_similarity
 from baton.router.response_cache.similar_questions import cosine
 from baton.router.response_cache.verification import OTHER, SAME, verification_chat
 from bench.processes import FREE_ROUTER, router, workers

@@ -23,9 +23,9 @@ from baton.router.answers.answer_events import (
 )
 from baton.router.answers.answer_format import AnswerFormat
 from baton.router.answers.detokenizer import Detokenizer
-from baton.router.answers.harmony_splitter import HarmonySplitter
 from baton.router.answers.splitters import (
     ContentSplitter,
+    HarmonySplitter,
     ReasoningSplitter,
     Splitter,
     held_back,

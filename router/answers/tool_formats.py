@@ -16,7 +16,7 @@ glm            <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>
 gemma          <|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>
 functiongemma  <start_function_call>call:name{key:<escape>text<escape>}<end_function_call>
 harmony        <|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>, as
-               gpt-oss writes; its other messages are content and reasoning (harmony_splitter.py)
+               gpt-oss writes; its other messages are content and reasoning (splitters.py)
 
 qwen3-coder and glm write values without types; the tool's JSON Schema has them.
 """
@@ -64,7 +64,7 @@ class ToolFormat:
     divider: str = ""
     id_mark: str = ""  # before an id between the name and the divider
     pairs: Pairs | None = None
-    quote: str = ""  # around strings, where arguments are not quite JSON (loose_json.py)
+    quote: str = ""  # around strings, where arguments are not quite JSON (LooseJson)
     section: tuple[str, str] = ("", "")  # around all calls
     arguments: str = "arguments"  # key of the arguments
     separator: str = ""  # between two calls, which share opener and closer

@@ -24,12 +24,11 @@ from baton.router.observe.trends import Demand, TokenTimes, Trends
 from baton.router.prompts.text import Text
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.requests.question_requests import QuestionRequests
-from baton.router.response_cache.cache_store import ResponseKey
+from baton.router.response_cache.cache_store import FoundResponse, ResponseKey
 from baton.router.response_cache.cached_responses import CachedResponses, found_or_computed
 from baton.router.response_cache.response_keys import response_key
 from baton.router.response_cache.semantic_cache import Inquiry
 from baton.router.response_cache.shadow import Computed
-from baton.router.response_cache.stored_response import FoundResponse
 from baton.router.workers.membership import Membership
 from baton.v1 import inference_pb2 as pb
 

@@ -4,8 +4,7 @@ response_keys.py      which requests, under which key; which questions are compa
 cached_responses.py   responses to the same request; the race of a look-up with computing
 semantic_cache.py     responses to similar questions, which similar_questions.py finds in Redis
 verification.py       whether the served model agrees that two questions ask the same
-shadow.py             what these would have answered; shadow_report.py sums it up
-stored_response.py    a response as bytes
-cache_store.py        a store in memory
+shadow.py             what these would have answered, and a report of it
+cache_store.py        a store in memory, and a response as bytes
 redis_store.py        a store that routers share, over redis_connection.py
 """

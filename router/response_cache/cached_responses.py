@@ -23,15 +23,17 @@ from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.observe.metrics import CacheMetrics
 from baton.router.response_cache.cache_store import (
     CacheStore,
+    FoundResponse,
     MemoryStore,
     ResponseKey,
     StoreFailed,
+    decode,
+    encode,
 )
 from baton.router.response_cache.redis_store import RedisStore, ResponseCipher
 from baton.router.response_cache.response_keys import tenant_digest
 from baton.router.response_cache.semantic_cache import Inquiry, SemanticCache
 from baton.router.response_cache.shadow import Shadow
-from baton.router.response_cache.stored_response import FoundResponse, decode, encode
 from baton.v1 import cluster_pb2, inference_pb2
 
 HEAD_START_SECONDS = 0.001

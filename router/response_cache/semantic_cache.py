@@ -16,12 +16,11 @@ from baton.core.config import CacheConfig
 from baton.core.errors import BatonError
 from baton.core.types import Request, Work
 from baton.router.observe.metrics import CacheMetrics
-from baton.router.response_cache.cache_store import ResponseKey, StoreFailed
+from baton.router.response_cache.cache_store import FoundResponse, ResponseKey, StoreFailed, decode
 from baton.router.response_cache.redis_store import RedisStore
 from baton.router.response_cache.response_keys import Question, question_of
 from baton.router.response_cache.shadow import FLOOR, Computed, Shadow
 from baton.router.response_cache.similar_questions import SimilarQuestions
-from baton.router.response_cache.stored_response import FoundResponse, decode
 from baton.router.response_cache.verification import Verification
 from baton.v1 import timing_pb2
 

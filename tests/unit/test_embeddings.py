@@ -21,8 +21,7 @@ from baton.core.types import AttemptKey, Pooling, Sampling, Work
 from baton.core.wire import work_from, work_to
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
-from baton.router.answers.answer_events import AnswerDelta
-from baton.router.edges.embedding import EmbeddedInputs
+from baton.router.answers.answer_events import AnswerDelta, EmbeddedInputs
 
 LONG = [5, 3, 8, 120, 44, 7, 90, 91, 3, 8, 120, 1, 2, 60, 61, 62, 63, 14, 15]
 SHORT = [9, 8, 7]

@@ -17,6 +17,7 @@ from baton.router.observe.metrics import CacheMetrics
 from baton.router.requests.attempt import Tokens
 from baton.router.response_cache.cache_store import (
     ENTRY_BYTES,
+    FoundResponse,
     MemoryStore,
     ResponseKey,
     StoreFailed,
@@ -27,7 +28,6 @@ from baton.router.response_cache.cached_responses import (
     found_or_computed,
 )
 from baton.router.response_cache.response_keys import response_key, tenant_digest
-from baton.router.response_cache.stored_response import FoundResponse
 from baton.v1 import inference_pb2, responses_pb2, timing_pb2
 
 REQUEST = Request("id", "text", Sampling(), 8, tenant="alice", cache_salt="alice:")

@@ -18,8 +18,12 @@ from typer.testing import CliRunner
 from baton import AsyncClient, InvalidRequest
 from baton.cli.app import app
 from baton.core.errors import NotServed
-from baton.router.response_cache.shadow import Computed
-from baton.router.response_cache.shadow_report import JudgedHit, propose_similarity, shadow_report
+from baton.router.response_cache.shadow import (
+    Computed,
+    JudgedHit,
+    propose_similarity,
+    shadow_report,
+)
 from baton.router.response_cache.similar_questions import cosine
 from baton.v1 import responses_pb2
 from bench.redis_server import RedisServer

@@ -14,7 +14,7 @@ from similar_texts import ask, opened, vector
 from waiting import until
 
 from baton.router.response_cache import redis_store, response_keys
-from baton.router.response_cache.stored_response import FoundResponse
+from baton.router.response_cache.cache_store import FoundResponse
 from bench.redis_server import RedisServer
 
 

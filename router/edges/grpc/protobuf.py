@@ -28,7 +28,6 @@ from baton.router.answers.answer_events import (
     TokenScore,
 )
 from baton.router.answers.answer_format import with_tools
-from baton.router.edges.embedding import MAX_INPUTS
 from baton.v1 import inference_pb2 as pb
 
 
@@ -97,7 +96,7 @@ def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
 def parse_embed(message: pb.EmbedRequest) -> list[Request]:
     """One request for each input."""
     _check_caller_fields(message)
-    _check_size("inputs", message.inputs, MAX_INPUTS)
+    _check_size("inputs", message.inputs, bounds.MAX_INPUTS)
     if not message.inputs:
         raise InvalidRequest("inputs must not be empty", field="inputs")
     if message.pooling not in pb.Pooling.values():

@@ -20,10 +20,10 @@ from baton.core.errors import (
     PermissionDenied,
 )
 from baton.core.types import MAX_MESSAGE_BYTES
+from baton.router.answers.answer_events import EmbeddedInputs
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext, ParsedCall, complete_call
-from baton.router.edges.embedding import EmbeddedInputs
 from baton.router.edges.grpc.protobuf import parse_embed, parse_prompt, parse_request, response
 from baton.router.followed_models import FollowedModels
 from baton.router.observe import time_breakdown

@@ -15,6 +15,7 @@ block_renderer      answers that are rows of blocks, as in messages/ and respons
 messages            the Anthropic API
 responses           the OpenAI API's responses, and those that are stored
 batches             the OpenAI API's files and batches, on disk
+admin_endpoints     models and adapters, added and removed
 http_errors         statuses and bodies of errors
 answer_types        types of answers
 openapi             the document made from them and the bodies

@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
+from baton.core.bounds import MAX_INPUTS
 from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import Pooling, Request, Sampling
-from baton.router.answers.answer_events import AnswerEvent
-from baton.router.edges.embedding import MAX_INPUTS, EmbeddedInputs, Vector
+from baton.router.answers.answer_events import AnswerEvent, EmbeddedInputs, Vector
 from baton.router.edges.http.answer_renderer import AnswerRenderer
 from baton.router.edges.http.completion_request import OnePrompt, PromptInput, as_prompts
 from baton.router.edges.http.generation_request import PromptRequest, ShortText

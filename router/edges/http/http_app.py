@@ -28,10 +28,13 @@ from baton.core.errors import (
 from baton.core.proto_json import Json, to_json
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.adapter_endpoints import (
+from baton.router.edges.http.admin_endpoints import (
     LOAD_ADAPTER,
+    LOAD_MODEL,
     UNLOAD_ADAPTER,
+    UNLOAD_MODEL,
     adapter_routes,
+    model_routes,
 )
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import TargetGroup
@@ -52,7 +55,6 @@ from baton.router.edges.http.endpoint import (
 from baton.router.edges.http.http_errors import MESSAGES_PATH, error_response
 from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
 from baton.router.edges.http.messages.messages_request import CountTokensRequest
-from baton.router.edges.http.model_endpoints import LOAD_MODEL, UNLOAD_MODEL, model_routes
 from baton.router.edges.http.openapi import document
 from baton.router.edges.http.request_model import shown
 from baton.router.edges.http.responses.responses_endpoint import responses_routes

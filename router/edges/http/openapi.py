@@ -9,11 +9,15 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 from baton import __version__
 from baton.core.proto_json import Json, json_schema
-from baton.router.edges.http.adapter_endpoints import (
+from baton.router.edges.http.admin_endpoints import (
     LOAD_ADAPTER,
+    LOAD_MODEL,
     UNLOAD_ADAPTER,
+    UNLOAD_MODEL,
     LoadAdapterRequest,
+    LoadModelRequest,
     UnloadAdapterRequest,
+    UnloadModelRequest,
 )
 from baton.router.edges.http.answer_types import (
     AddedModel,
@@ -57,12 +61,6 @@ from baton.router.edges.http.messages.messages_renderer import (
     MessageEvent,
 )
 from baton.router.edges.http.messages.messages_request import CountTokensRequest, MessagesRequest
-from baton.router.edges.http.model_endpoints import (
-    LOAD_MODEL,
-    UNLOAD_MODEL,
-    LoadModelRequest,
-    UnloadModelRequest,
-)
 from baton.router.edges.http.responses.responses_renderer import (
     DeletedResponse,
     ResponseAnswer,

@@ -1,6 +1,13 @@
-"""Adapters are added and removed while the cluster runs, by admins: bodies as vLLM's."""
+"""Admins add and remove models and adapters while the cluster runs.
+
+Paths of models are llama.cpp's, bodies of adapters vLLM's. `GET /v1/models` lists both, and
+`GET /v1/cluster` says which models are ready.
+"""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -11,8 +18,23 @@ from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.endpoint import answered, json_response
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import RequestModel, about
+from baton.router.followed_models import FollowedModels
+from baton.v1 import cluster_pb2 as pb
 
+LOAD_MODEL, UNLOAD_MODEL = "/v1/models/load", "/v1/models/unload"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class LoadModelRequest(RequestModel):
+    model: ShortText = about("What requests give as their model.", ...)
+    path: ShortText = about("A folder, a GGUF file, or a hub's model.", ...)
+    config: dict[str, Any] = about(
+        'Keys of its own, such as {"decode": {"workers": 2}}; others are shared.', {}
+    )
+
+
+class UnloadModelRequest(RequestModel):
+    model: ShortText = about("The model's name.", ...)
 
 
 class LoadAdapterRequest(RequestModel):
@@ -25,6 +47,24 @@ class LoadAdapterRequest(RequestModel):
 
 class UnloadAdapterRequest(RequestModel):
     lora_name: ShortText = about("The adapter's name.", ...)
+
+
+def model_routes(followed: FollowedModels) -> list[Route]:
+    async def load(http: HttpRequest) -> Response:
+        body = await parse_body(http, LoadModelRequest.parse)
+        keys = json.dumps({**body.config, "model": body.path})
+        await followed.ask_to_add(pb.NamedModel(name=body.model, keys=keys))
+        return json_response({"model": body.model, "added": True})
+
+    async def unload(http: HttpRequest) -> Response:
+        body = await parse_body(http, UnloadModelRequest.parse)
+        await followed.ask_to_remove(body.model)
+        return json_response({"model": body.model, "removed": True})
+
+    return [
+        Route(LOAD_MODEL, answered(load), methods=["POST"]),
+        Route(UNLOAD_MODEL, answered(unload), methods=["POST"]),
+    ]
 
 
 def adapter_routes(context: EdgeContext) -> list[Route]:
