@@ -108,8 +108,9 @@ def exams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exams]:
     [
         ({"quantization": "int8"}, MOST_PERPLEXITY, LEAST_AGREEMENT),
         ({"kv_dtype": "int8"}, 0.003, LEAST_AGREEMENT),
-        # So few bits are for those who ask for them.
-        ({"kv_dtype": "int4"}, 0.09, 0.86),
+        # So few bits are for those who ask for them. Of this part of the text 87.4% are the same on
+        # Arm and 84.7% on x86_64, of all of it 88.8% and 88.6%.
+        ({"kv_dtype": "int4"}, 0.09, 0.83),
         # This model was published in 4 bits; others lose more: docs/MODELS.md.
         ({"quantization": "int4"}, 0.003, LEAST_AGREEMENT),
         # What doctor asks for is beyond it in so small a model.

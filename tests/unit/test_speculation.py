@@ -120,6 +120,13 @@ def test_cached_pages_hold_only_tokens_that_were_drawn(tmp_path: Path) -> None:
     assert engine.pool.cache.found - found >= (len(second.prompt_tokens) - 4) // 2
 
 
+class AssumedCost(Speculation):
+    """Plans with the assumed costs of steps, whatever else this machine does."""
+
+    def note_step(self, rows: int, seconds: float, waited: bool = False) -> None:
+        pass
+
+
 def test_a_prediction_changes_no_answer_and_is_accepted_as_far_as_it_is_right(
     tmp_path: Path,
 ) -> None:
@@ -131,7 +138,7 @@ def test_a_prediction_changes_no_answer_and_is_accepted_as_far_as_it_is_right(
     for right in (0, ANSWER // 2, ANSWER):
         wrong = [(token + 1) % VOCABULARY for token in plain[0].tokens[right:]]
         prediction = [*plain[0].tokens[:right], *wrong]
-        loop = Loop(engine, Speculation())
+        loop = Loop(engine, AssumedCost())
         assert loop.answer([replace(work, prediction=prediction)]) == plain
         accepted.append(loop.accepted)
     assert accepted[0] < accepted[1] < accepted[2]
