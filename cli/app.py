@@ -19,10 +19,10 @@ from baton.cli.model_commands import adapter, model
 from baton.cli.monitor import diagnose, status, top, why
 from baton.cli.serve import serve
 from baton.cli.simulate import simulate
-from baton.cli.terminal import Edge
+from baton.cli.terminal import CommandGroup
 
 app = typer.Typer(
-    cls=Edge,
+    cls=CommandGroup,
     name="baton",
     help="Serve large language models from separate prefill and decode pools.",
     no_args_is_help=True,

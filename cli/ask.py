@@ -14,7 +14,7 @@ import typer
 from typer import Argument, Option
 
 from baton import Answer, BatonError, Client, InvalidRequest, Message, Stream
-from baton.cli.terminal import Address, complain, note, option, print_json, with_flags
+from baton.cli.terminal import Address, note, option, print_error, print_json, with_flags
 from baton.connection import DEFAULT_ADDRESS
 from baton.request_builder import GenerateOptions
 
@@ -197,7 +197,7 @@ class Conversation:
                 case "/system":
                     self._system = text.strip()
                 case _ if command.startswith("/"):
-                    complain(f"there is no {command}; /help lists the commands")
+                    print_error(f"there is no {command}; /help lists the commands")
                 case _ if line:
                     self._answer(line, interactive)
 
@@ -214,7 +214,7 @@ class Conversation:
         except BatonError as error:
             if not interactive:
                 raise
-            complain(error.message)
+            print_error(error.message)
             return
         if playback.text:
             self._history += [question, Message("assistant", playback.text)]

@@ -24,7 +24,7 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 
 
 @dataclass(frozen=True, slots=True)
-class Identified:
+class KeyedCertificate:
     """A certificate, and the key that proves it."""
 
     certificate: x509.Certificate
@@ -43,20 +43,20 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
     _write(folder, CLIENT, _issue(f"baton {CLIENT}", days, clients, alone))
 
 
-def _authority(folder: Path, name: str, title: str, days: int) -> Identified:
+def _authority(folder: Path, name: str, title: str, days: int) -> KeyedCertificate:
     if certificate_path(folder, name).exists():
         certificate = x509.load_pem_x509_certificate(read_pem(certificate_path(folder, name)))
         key = serialization.load_pem_private_key(read_pem(key_path(folder, name)), None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return Identified(certificate, key)
+        return KeyedCertificate(certificate, key)
     made = _issue(title, days, None)
     _write(folder, name, made)
     return made
 
 
 def _issue(
-    title: str, days: int, authority: Identified | None, *extensions: x509.ExtensionType
-) -> Identified:
+    title: str, days: int, authority: KeyedCertificate | None, *extensions: x509.ExtensionType
+) -> KeyedCertificate:
     """Signed by `authority`; None makes an authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
@@ -81,7 +81,7 @@ def _issue(
         identifiers.append(issuer)
     for extension in (*identifiers, *extensions):
         builder = builder.add_extension(extension, critical=False)
-    return Identified(builder.sign(authority.key if authority else key, hashes.SHA256()), key)
+    return KeyedCertificate(builder.sign(authority.key if authority else key, hashes.SHA256()), key)
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
@@ -104,7 +104,7 @@ def _host(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _write(folder: Path, name: str, made: Identified) -> None:
+def _write(folder: Path, name: str, made: KeyedCertificate) -> None:
     """The key is readable by its owner alone."""
     path = key_path(folder, name)
     path.touch(mode=0o600)

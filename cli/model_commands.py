@@ -50,7 +50,7 @@ def path(name: str = _NAME, as_json: AsJson = False) -> None:
 @model.command("add")
 def add_model(
     name: str = Argument(help="What requests give as their model."),
-    place: str = Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub's model."),
+    location: str = Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub's model."),
     prefill: int | None = Option(None, min=1, help="Prefill workers."),
     decode: int | None = Option(None, min=1, help="Decode workers."),
     config: Path | None = Option(
@@ -62,8 +62,8 @@ def add_model(
 ) -> None:
     """Serve a further model, with workers of its own. Waits until they serve."""
     keys = read_yaml(config) if config else {}
-    known = place == EMBEDDED or hub_name(place)
-    keys["model"] = place if known else str(Path(place).expanduser().absolute())
+    known = location == EMBEDDED or hub_name(location)
+    keys["model"] = location if known else str(Path(location).expanduser().absolute())
     for key, count in (("prefill.workers", prefill), ("decode.workers", decode)):
         if count is not None:
             set_dotted(keys, key, count)
@@ -124,9 +124,9 @@ def add_adapter(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Serve an adapter from now on, or another one under its name."""
-    place = folder if hub_name(folder) else str(Path(folder).absolute())
+    location = folder if hub_name(folder) else str(Path(folder).absolute())
     with Client(address) as client:
-        digest = client.add_adapter(name, place, model=model).hex()
+        digest = client.add_adapter(name, location, model=model).hex()
     print_result({"name": name, "digest": digest}, f"{name} is served ({digest})", as_json)
 
 

@@ -47,20 +47,20 @@ Worker = Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status`
 RayAddress = Annotated[str, typer.Option(help="The Ray cluster.")]
 
 
-class Edge(TyperGroup):
-    """Turns what any command raises into an exit code."""
+class CommandGroup(TyperGroup):
+    """Turns errors of commands into exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except BatonError as error:
-            complain(error.message)
+            print_error(error.message)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Prints an error on one line."""
     typer.echo(f"baton: {' '.join(message.split())}", err=True)
 

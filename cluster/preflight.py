@@ -17,7 +17,7 @@ import grpc
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.adapter_config import read_adapter_config
-from baton.core.adapter_store import locate_adapter, resolve_places
+from baton.core.adapter_store import locate_adapter, resolve_locations
 from baton.core.config import Config, RouterConfig
 from baton.core.encoder_config import EncoderConfig
 from baton.core.errors import InvalidConfig, Unavailable
@@ -97,7 +97,7 @@ def _check_names(models: list[Config]) -> None:
 
 def _prepare_model(config: Config, workers_here: bool) -> Config:
     config = dataclasses.replace(
-        config, **resolve_places(config), embedding_model=_check_embedding_model(config)
+        config, **resolve_locations(config), embedding_model=_check_embedding_model(config)
     )
     weights = workers_here and config.weights == "files"
     folder = model_store.locate(config.model, weights=weights)
@@ -171,8 +171,8 @@ def _check_adapters(config: Config, architecture: AnyArchitecture) -> None:
     if not config.allowed_adapters:
         return
     check_adapters_of(architecture)
-    for place in config.adapters.values():
-        read_adapter_config(locate_adapter(place))
+    for location in config.adapters.values():
+        read_adapter_config(locate_adapter(location))
 
 
 def _check_planner(config: Config) -> None:

@@ -41,35 +41,35 @@ _DIGEST_BYTES = 16
 _BLOCK_BYTES = 1 << 20
 
 
-def resolve_adapter(place: str) -> str:
+def resolve_adapter(location: str) -> str:
     """The adapter's name with the same meaning for every process: an absolute path, or the commit
     of a hub's revision."""
-    name = hub_name(place)
+    name = hub_name(location)
     if name is None:
-        return str(Path(place).expanduser().absolute())
+        return str(Path(location).expanduser().absolute())
     if name.file:
-        raise InvalidAdapter(f"{place}: an adapter is a repository, not a file of one")
+        raise InvalidAdapter(f"{location}: an adapter is a repository, not a file of one")
     from baton.core import hub
 
     with _adapter_errors():
         return str(HubName(name.id, hub.resolve(name.id, name.revision)))
 
 
-def resolve_places(config: Config) -> dict[str, Any]:
+def resolve_locations(config: Config) -> dict[str, Any]:
     """The keys of a model that name models and adapters, with names that mean the same to every
     process."""
     return {
         "model": model_store.resolve(config.model),
         "draft_model": config.draft_model and model_store.resolve(config.draft_model),
-        "adapters": {name: resolve_adapter(place) for name, place in config.adapters.items()},
+        "adapters": {name: resolve_adapter(location) for name, location in config.adapters.items()},
     }
 
 
-def locate_adapter(place: str) -> Path:
-    """The adapter's folder on this machine, downloaded unless it is there. `place` is resolved."""
-    name = hub_name(place)
+def locate_adapter(location: str) -> Path:
+    """The folder of a resolved location on this machine, downloaded unless it is there."""
+    name = hub_name(location)
     if name is None:
-        return Path(place)
+        return Path(location)
     from baton.core import hub
 
     files = (CONFIG_FILE, WEIGHTS_FILE)
@@ -82,7 +82,7 @@ def locate_adapter(place: str) -> Path:
 
 
 def locate_files(adapter: Adapter) -> Path:
-    """The folder with its files on this machine: a fetched copy, or its place."""
+    """The folder with its files on this machine: a fetched copy, or its own location."""
     copied = copy_folder(adapter.digest)
     if not copied.is_dir():
         return locate_adapter(adapter.folder)
@@ -97,7 +97,7 @@ def copy_folder(digest: bytes) -> Path:
 
 
 def keep_copy(adapter: Adapter, files: Path) -> None:
-    """Moves a folder with the adapter's files to its place; of many copies drops those that were
+    """Moves a folder with the adapter's files into the cache; of many copies drops those that were
     not used for longest. Raises AdapterMissing where they are not this adapter's."""
     if digest_of(files) != adapter.digest:
         raise AdapterMissing("the files are not those of the adapter: their digest is another one")
@@ -120,10 +120,10 @@ def _is_digest(name: str) -> bool:
     return len(name) == 2 * _DIGEST_BYTES and set(name) <= set(hexdigits)
 
 
-def find_adapter(place: str) -> Adapter:
+def find_adapter(location: str) -> Adapter:
     """The adapter in a folder or repository, by its digest. Reads all of it."""
-    place = resolve_adapter(place)
-    return Adapter(digest_of(locate_adapter(place)), place)
+    location = resolve_adapter(location)
+    return Adapter(digest_of(locate_adapter(location)), location)
 
 
 def digest_of(folder: Path) -> bytes:
@@ -141,20 +141,20 @@ def digest_of(folder: Path) -> bytes:
     return digest.digest()
 
 
-def check_place(place: str, allowed: Iterable[str]) -> None:
+def check_location(location: str, allowed: Iterable[str]) -> None:
     """Raises InvalidAdapter for a folder that is not below an allowed one, where links are
     followed, and for a repository that is neither a configured adapter's nor allowed."""
-    if name := hub_name(place):
+    if name := hub_name(location):
         if not any(_allows(each, name.id) for each in allowed):
             raise InvalidAdapter(
                 f"{name.id} is not a repository that the configuration allows (adapter_folders:"
                 f" {HUB}{name.id})"
             )
         return
-    path = Path(place).expanduser().resolve()
+    path = Path(location).expanduser().resolve()
     if not any(path.is_relative_to(Path(each).expanduser().resolve()) for each in allowed):
         raise InvalidAdapter(
-            f"{place} is not below a folder that the configuration allows (adapter_folders)"
+            f"{location} is not below a folder that the configuration allows (adapter_folders)"
         )
 
 

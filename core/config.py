@@ -199,7 +199,7 @@ class Config:
 
     @property
     def allowed_adapters(self) -> tuple[str, ...]:
-        """Allowed places of adapters (core/adapter_store.py); where empty, none are served."""
+        """Allowed locations of adapters (core/adapter_store.py); where empty, none are served."""
         return (*self.adapters.values(), *self.adapter_folders)
 
     def pool(self, role: Role) -> PrefillConfig | DecodeConfig:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-from baton.core.adapter_store import check_place
+from baton.core.adapter_store import check_location
 from baton.core.errors import AdapterMissing, BatonError, Internal, Unavailable
 from baton.core.types import Adapter
 from baton.engine.step import Plan
@@ -72,7 +72,7 @@ class AdapterPool(Generic[Weights]):
 
     def check(self, adapter: Adapter) -> None:
         """Raises InvalidAdapter for a place that the configuration does not allow."""
-        check_place(adapter.folder, self._allowed)
+        check_location(adapter.folder, self._allowed)
 
     def request(self, adapter: Adapter, kept: Collection[bytes]) -> None:
         """As `want`, and counts it; once for each request."""

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from baton.core import config as configs
-from baton.core.adapter_store import resolve_places
+from baton.core.adapter_store import resolve_locations
 from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidConfig, InvalidRequest
 from baton.core.process import cancel_all
@@ -66,7 +66,7 @@ class FollowedModels:
                 self._loading[named.name] = asyncio.create_task(self._load_until_served(named))
 
     async def ask_to_add(self, named: pb.NamedModel) -> None:
-        """Has the controller name a model that can be served, with its places resolved: all
+        """Has the controller name a model that can be served, with its locations resolved: all
         processes load the same. Raises InvalidRequest with why it cannot be."""
         self._models.check_free(named.name)
         if named.name in self._adding:
@@ -82,8 +82,8 @@ class FollowedModels:
     async def _ask_to_add(self, named: pb.NamedModel) -> None:
         keys = parse_keys(named.keys)
         config = configs.model_config(self._config, named.name, keys)
-        places = await asyncio.to_thread(resolve_places, config)
-        resolved = pb.NamedModel(name=named.name, keys=json.dumps({**keys, **places}))
+        locations = await asyncio.to_thread(resolve_locations, config)
+        resolved = pb.NamedModel(name=named.name, keys=json.dumps({**keys, **locations}))
         await self._discard_added(named.name)
         model = self._added[named.name] = await self._load_named(resolved)
         try:

@@ -67,8 +67,8 @@ class ServedModel:
         if str(defaults):
             log.info("the defaults of %s for requests: %s", name, defaults)
         adapters = AdapterNames(name, config.allowed_adapters)
-        for adapter, place in config.adapters.items():
-            adapters.name(adapter, await adapters.read(adapter, place))
+        for adapter, location in config.adapters.items():
+            adapters.serve(adapter, await adapters.find(adapter, location))
         membership = Membership(shared.router_id, name, config, shared.holds)
         serving = Serving(
             text,

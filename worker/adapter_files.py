@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 
 from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE
-from baton.core.adapter_store import check_place, copy_folder, keep_copy, locate_files
+from baton.core.adapter_store import check_location, copy_folder, keep_copy, locate_files
 from baton.core.errors import AdapterMissing, BatonError
 from baton.core.tls import Identity
 from baton.core.types import Adapter
@@ -91,7 +91,7 @@ class AdapterFilesService(worker_pb2_grpc.AdapterFilesServicer):
     async def Read(self, request: pb.Adapter, context: Context) -> AsyncIterator[pb.AdapterPart]:
         adapter = adapter_from(request)
         try:
-            check_place(adapter.folder, self._allowed)
+            check_location(adapter.folder, self._allowed)
             async for part in _read(adapter):
                 yield part
         except BatonError as error:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from baton.core.adapter_store import check_place, find_adapter
+from baton.core.adapter_store import check_location, find_adapter
 from baton.core.config_values import NAME_RULE, is_name
 from baton.core.errors import InvalidRequest
 from baton.core.types import Adapter, Request
@@ -19,24 +19,24 @@ from baton.core.types import Adapter, Request
 
 class AdapterNames:
     def __init__(self, model: str = "", allowed: Iterable[str] = ()) -> None:
-        """Adapters of the base `model` from `allowed` places alone (core/adapter_store.py)."""
+        """Adapters of the base `model` from `allowed` locations alone (core/adapter_store.py)."""
         self._model = model
         self._allowed = tuple(allowed)
         self.served: dict[str, Adapter] = {}
         self._running: Counter[tuple[str, Adapter]] = Counter()
         self._ended = asyncio.Event()  # replaced when set
 
-    async def read(self, name: str, place: str) -> Adapter:
+    async def find(self, name: str, location: str) -> Adapter:
         """The adapter in a folder or repository; raises why it cannot be served under this
         name."""
         if not is_name(name):
             raise InvalidRequest(f"an adapter's name has {NAME_RULE}", field="lora_name")
         if name == self._model:
             raise InvalidRequest(f"{name!r} is the model itself", field="lora_name")
-        check_place(place, self._allowed)
-        return await asyncio.to_thread(find_adapter, place)
+        check_location(location, self._allowed)
+        return await asyncio.to_thread(find_adapter, location)
 
-    def name(self, name: str, adapter: Adapter | None) -> None:
+    def serve(self, name: str, adapter: Adapter | None) -> None:
         """Serves an adapter under the name, or none; running requests keep theirs."""
         if adapter:
             self.served[name] = adapter

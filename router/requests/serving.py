@@ -135,11 +135,11 @@ class Serving(ActiveRequests):
         )
 
     async def generate(
-        self, request: Request, ledger: RequestLedger, emit: Emit, place: int = 0
+        self, request: Request, ledger: RequestLedger, emit: Emit, index: int = 0
     ) -> None:
         """Emits the answers as they are made. Cancelling this cancels the request.
 
-        `place` is the request's among those of the ledger's call, whose answers are numbered
+        `index` is the request's among those of the ledger's call, whose answers are numbered
         consecutively.
         """
         self.demand.arrive(request.n)
@@ -147,7 +147,7 @@ class Serving(ActiveRequests):
         outcome = "CANCELLED"
         self.count(+request.n)
         self.activity.count(+request.n)
-        first = place * request.n
+        first = index * request.n
         entries = ledger.answers[first : first + request.n]
         try:
             with self.adapters.running(request):
@@ -169,8 +169,8 @@ class Serving(ActiveRequests):
         self, requests: Sequence[Request], ledger: RequestLedger, emit: Emit
     ) -> None:
         """Generates for all requests of a call. The first error ends all."""
-        places = enumerate(requests)
-        await gather_all([self.generate(each, ledger, emit, place) for place, each in places])
+        calls = [self.generate(each, ledger, emit, index) for index, each in enumerate(requests)]
+        await gather_all(calls)
 
     def _check_capacity(self, request: Request) -> None:
         activity = self.activity

@@ -141,11 +141,11 @@ class ControllerClient:
         worker has loaded it."""
         model = models.named(base)
         adapters = model.serving.adapters
-        adapter = await adapters.read(name, folder)
+        adapter = await adapters.find(name, folder)
         models.check_free(name, but=model)
         await model.serving.dispatcher.try_adapter(adapter)
         await self._name_adapter(model, name, adapter)
-        adapters.name(name, adapter)
+        adapters.serve(name, adapter)
         return adapter
 
     async def remove_adapter(self, models: ServedModels, name: str) -> None:
@@ -154,7 +154,7 @@ class ControllerClient:
         adapters = model.serving.adapters
         adapter = adapters.served[name]
         await self._name_adapter(model, name, None)
-        adapters.name(name, None)
+        adapters.serve(name, None)
         await adapters.wait_idle(name, adapter)
 
     async def _name_adapter(self, model: ServedModel, name: str, adapter: Adapter | None) -> None:
@@ -235,7 +235,7 @@ def apply_members(members: pb.Members, model: ServedModel) -> None:
     for named in members.adapters:
         if named.model in names:
             adapter = adapter_from(named.adapter) if named.HasField("adapter") else None
-            model.serving.adapters.name(named.name, adapter)
+            model.serving.adapters.serve(named.name, adapter)
 
 
 def _report(router_id: str, model: ServedModel) -> pb.RouterReport:

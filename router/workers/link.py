@@ -183,7 +183,7 @@ class WorkerLink:
         if self.welcome is not None:
             self._outgoing.put_nowait(message)
 
-    def abandon(self, reason: str) -> None:
+    def migrate_requests(self, reason: str) -> None:
         """Migrates every request there, though the worker lives."""
         self._notify_attempts(LinkLost(self.worker_id, reason))
 

@@ -199,7 +199,7 @@ class Membership:
             while link.welcome and link.active:
                 await asyncio.sleep(LEAVING_POLL_SECONDS)
                 if time.monotonic() >= deadline:
-                    link.abandon("it has left the cluster")
+                    link.migrate_requests("it has left the cluster")
         finally:
             await cancel_all(running)
             del self._tasks[link]

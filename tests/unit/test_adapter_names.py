@@ -26,14 +26,14 @@ def request(model: str, adapter: Adapter | None) -> Request:
 @pytest.fixture
 def names() -> AdapterNames:
     names = AdapterNames("base", ["/a"])
-    names.name("sql", SQL)
+    names.serve("sql", SQL)
     return names
 
 
 @pytest.mark.parametrize("name", ["", "base", "a b", "/a", "a/", "x" * 129, "a\n"])
 async def test_what_is_no_name_is_refused(names: AdapterNames, name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await names.read(name, "/a/sql")
+        await names.find(name, "/a/sql")
     assert caught.value.field == "lora_name"
 
 
@@ -44,18 +44,18 @@ async def test_only_allowed_folders_are_read(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
     (tmp_path / "a" / "link").symlink_to("/etc")
-    assert await names.read("sql", str(folder)) == find_adapter(str(folder))
+    assert await names.find("sql", str(folder)) == find_adapter(str(folder))
     for outside in (tmp_path, tmp_path / "a" / "link", folder / ".." / ".." / "other"):
         with pytest.raises(InvalidAdapter, match="not below a folder"):
-            await names.read("sql", str(outside))
+            await names.find("sql", str(outside))
     with pytest.raises(InvalidAdapter, match="holds no adapter"):
-        await names.read("sql", str(folder / "missing"))
+        await names.find("sql", str(folder / "missing"))
 
 
 async def test_the_end_of_a_name_waits_for_its_requests(names: AdapterNames) -> None:
-    names.name("other", SQL)
+    names.serve("other", SQL)
     with names.running(request("sql", SQL)), names.running(request("other", SQL)):
-        names.name("sql", CODE)  # another adapter under the name
+        names.serve("sql", CODE)  # another adapter under the name
         await asyncio.wait_for(names.wait_idle("sql", CODE), 5)
         old = asyncio.create_task(names.wait_idle("sql", SQL))
         with names.running(request("sql", CODE)), names.running(request("base", None)):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_hub import TOKEN, TinyHub
 
-from baton.core.adapter_store import check_place, find_adapter
+from baton.core.adapter_store import check_location, find_adapter
 from baton.core.errors import InvalidAdapter
 
 CONFIG = json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}).encode()
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_told_in_one_line(hub: TinyHub, tmp_path: Path) -> None
 )
 def test_only_allowed_repositories_are_read(allowed: list[str], place: str, wanted: bool) -> None:
     if wanted:
-        check_place(place, allowed)
+        check_location(place, allowed)
         return
     with pytest.raises(InvalidAdapter, match="that the configuration allows"):
-        check_place(place, allowed)
+        check_location(place, allowed)

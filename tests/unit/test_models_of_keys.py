@@ -69,7 +69,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     async with front_door(tree, keys=str(folder / "keys.yaml")) as server:
         for place, name in enumerate(ADAPTERS):
             adapters = server.models.named("").serving.adapters
-            adapters.name(name, Adapter(bytes([place]) * 16, "/nowhere"))
+            adapters.serve(name, Adapter(bytes([place]) * 16, "/nowhere"))
         yield Door(server, {name: secret for name, (secret, _) in made.items()})
 
 
@@ -213,7 +213,7 @@ async def two_models(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     config = configs.parse({"models": tree, "router": router})
     server, stopping = RouterServer(config), StopSignal()
     await server.start()
-    server.models.named("two").serving.adapters.name("sql", Adapter(bytes(16), "/nowhere"))
+    server.models.named("two").serving.adapters.serve("sql", Adapter(bytes(16), "/nowhere"))
     serving = asyncio.ensure_future(server.serve_until(stopping))
     yield Door(server, {name: secret for name, (secret, _) in made.items()})
     stopping.request()

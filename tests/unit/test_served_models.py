@@ -33,7 +33,7 @@ TREE: dict[str, object] = {
 def served(name: str, *adapters: str) -> ServedModel:
     names = AdapterNames(name, ["/a"])
     for adapter in adapters:
-        names.name(adapter, SQL)
+        names.serve(adapter, SQL)
     serving = SimpleNamespace(adapters=names, embedding_model=None)
     return ServedModel(name, cast(Serving, serving), cast(Membership, None))
 
