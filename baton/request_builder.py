@@ -202,7 +202,7 @@ def _values_checked() -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError as error:
-        # What a terminal or a pipe gave that is no UTF-8 is in a str as lone surrogates.
+        # Input of a terminal or a pipe that is not UTF-8 is lone surrogates in a str.
         raise InvalidRequest(
             f"a text cannot be written in UTF-8: {error.reason} at character {error.start}"
         ) from error

@@ -123,7 +123,7 @@ def _read_prompt(argument: str | None) -> str:
 
 
 def _piped() -> TextIO:
-    """Standard input. What is no UTF-8 is refused with the request, whatever the locale."""
+    """Standard input. Whatever the locale, a request with text that is not UTF-8 is refused."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     return sys.stdin

@@ -122,7 +122,7 @@ def _read_trace(path: Path) -> list[TraceRequest]:
         why = str(error)
     except (ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
-    raise InvalidConfig(f"{path} is no trace: {why}", field="trace")
+    raise InvalidConfig(f"{path} is not a trace: {why}", field="trace")
 
 
 def _parse_loads(text: str) -> tuple[float, ...]:

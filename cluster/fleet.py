@@ -115,7 +115,7 @@ def dump(fleet: Fleet) -> str:
 def parse(text: str | bytes) -> Fleet:
     tree = json.loads(text)
     workers = {name: Role(role) for name, role in tree["workers"].items()}
-    # Versions before those of several models name none.
+    # Versions with one model name none.
     models = tree.get("models") or dict.fromkeys(workers, "")
     return Fleet(workers, frozenset(tree["retiring"]), Pools(*tree["named"]), models)
 

@@ -50,7 +50,7 @@ _VALUE_BYTES = {
     "fp8": 1,
 }
 
-# Above those of Ray's workers, below those that Linux gives to connections.
+# Above the ports of Ray's workers, below those that Linux gives to connections.
 _FREE_PORTS = range(24_000, 32_768)
 # Sockets without a port of their own; the kernel closes them with the process.
 _reservations: list[socket.socket] = []

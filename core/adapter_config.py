@@ -35,7 +35,7 @@ _REFUSED = (
 """Keys that ask for more than products of two matrices."""
 
 _INITIALIZED = (True, False, "gaussian", "eva", "orthogonal")
-"""Beginnings of a training that leave the base as it is."""
+"""Initializations that leave the base model unchanged."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "r": (int,),

@@ -8,7 +8,7 @@ fetched it from another one.
 
 An adapter is what it holds. Its digest covers the weights and what changes their meaning, and
 nothing else: two names, folders or training histories of the same adapter have one digest, and a
-folder that was written anew has another.
+folder that was rewritten has another.
 """
 
 from __future__ import annotations

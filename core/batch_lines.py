@@ -1,7 +1,7 @@
 """Lines of a batch, as in the OpenAI API: a request each in one file, its result in another.
 
-Results are appended as they come, so a file of results also says what is done: whoever continues a
-batch finds the ids there.
+Results are appended as they come, so a file of results also says what is done: a run
+that continues a batch finds the ids there.
 """
 
 from __future__ import annotations

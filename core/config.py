@@ -267,7 +267,7 @@ def model_config(config: Config, name: str, tree: Mapping[str, object]) -> Confi
     for key_name, value in tree.items():
         _check_model_key(f"models.{name}", key_name, value)
         base = merged.get(key_name)
-        # Names and values, such as those of adapters, are no section.
+        # A mapping of names and values, such as of adapters, is not a section.
         section = isinstance(base, dict) and isinstance(value, Mapping)
         merged[key_name] = {**base, **value} if section else value  # type: ignore[dict-item]
     if "model" not in tree:

@@ -150,7 +150,7 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(file: GgufFile) -> Tokenizer:
-    """BPE whose merges follow from the tokens' scores; what is no token is written in bytes."""
+    """BPE whose merges follow from the tokens' scores; text without a token is written in bytes."""
     architecture = file.field("general.architecture", str)
     vocabulary, unknown = _vocabulary(file), _id(file, "unknown_token_id")
     if architecture.startswith("gemma"):

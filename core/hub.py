@@ -50,7 +50,7 @@ from baton.core.model_store import (
 )
 
 if "HF_HUB_VERBOSITY" not in os.environ:
-    # A failure is one line, without those of all attempts before it.
+    # A failure is one line, without the lines of the attempts before it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 TEXT_FILES = (

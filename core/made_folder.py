@@ -2,7 +2,7 @@
 
     absent ──> made in a workspace beside it ──> installed, with a manifest
 
-Installing is a rename, so whoever dies before leaves only a workspace, which the next one removes.
+Installing is a rename: a process that dies before leaves only a workspace, which the next removes.
 A lock makes a second process wait for the first and then find its work done.
 """
 

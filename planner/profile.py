@@ -143,4 +143,4 @@ def load_profile(path: Path) -> Profile:
     except ValidationError as error:
         wrong = error.errors()[0]
         why = ": ".join([".".join(map(str, wrong["loc"])), wrong["msg"]]).removeprefix(": ")
-    raise InvalidConfig(f"{path} is no profile: {why}", field="profile")
+    raise InvalidConfig(f"{path} is not a profile: {why}", field="profile")

@@ -2,8 +2,8 @@
 
 A cluster is bound by what its requests wait for. Where they hardly wait, it keeps up or is idle.
 Decode engines compute whenever there is an answer to continue, however small the batch, so busy
-decode engines alone mean nothing. Nor does a request that is alone on its worker: its short waits
-are those of its way, and another worker would not end them.
+decode engines alone mean nothing. Nor does a request that is alone on its worker: another worker
+would not shorten its waits.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class Admission:
 
 
 async def _wait(event: asyncio.Event, until: float) -> None:
-    """Returns when the event is set anew, or at `until`."""
+    """Returns when the event is set again, or at `until`."""
     event.clear()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(until - time.monotonic()):

@@ -113,7 +113,7 @@ class Inbox:
             self._check_deadline()
 
     def _check_deadline(self) -> None:
-        """One timer serves all waits: most end long before it fires, and then it is set anew."""
+        """One timer serves all waits: most end long before it fires, and then it is set again."""
         now = self._loop.time()
         if self._deadline <= now and not self._over.done():
             self._deadline = now + self._more_time()

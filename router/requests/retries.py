@@ -14,10 +14,11 @@ A request that crashes workers must fail, and those that merely were there must 
 
 A loss counts until a verdict acquits the attempt: the worker was killed or stopped from outside,
 or crashed in a step of others (verdicts.py). An attempt alone shares its workers with no other
-suspect and its steps with nobody. Whoever loses a worker then waits for the verdict, and fails if
-it names the request alone; without a verdict it runs alone again. Attempts that ended through no
-fault of the request do not count: those in an acquitted loss, and those that a worker handed back
-or refused since it drains or its quarantine is full. So the last attempt waits for verdicts too.
+suspect and its steps with no request. If it loses a worker then, the request waits for the verdict,
+and fails if it names the request alone; without a verdict it runs alone again. Attempts that ended
+through no fault of the request do not count: those in an acquitted loss, and those that a worker
+handed back or refused since it drains or its quarantine is full. So the last attempt waits for
+verdicts too.
 
 No I/O and no clock.
 """

@@ -280,7 +280,7 @@ class Serving(ActiveRequests):
 
 
 def _without_end_words(sampling: Sampling, eos_token_ids: frozenset[int]) -> Sampling:
-    """An end token is no bad word, as in transformers."""
+    """Drops end tokens from the bad words, as transformers does."""
     ends = {(token,) for token in eos_token_ids}
     if ends.isdisjoint(sampling.bad_words_ids):
         return sampling

@@ -37,7 +37,7 @@ class Loss:
 
     process: int  # its incarnation
     verdict: Verdict | None = None
-    hung: bool = False  # its engine did, so whatever ended it later acquits nobody
+    hung: bool = False  # its engine hung, so its later end acquits no request
 
     @property
     def is_open(self) -> bool:

@@ -226,7 +226,7 @@ NO_CONTROLLER = ControllerClient("", None)
 def apply_members(members: pb.Members, model: ServedModel) -> None:
     """What the controller says of one model."""
     membership = model.membership
-    # Controllers before those of several models name none.
+    # Controllers of versions with one model name none.
     names = ("", model.name)
     own = [worker.address for worker in members.workers if worker.model in names]
     membership.set_addresses(own)

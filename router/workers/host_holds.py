@@ -4,8 +4,8 @@
       ▲                                                  │ its last request has ended
       └───────────────── LINGER_SECONDS later ───────────┘
 
-Workers decide by themselves whom to serve first. But those of one host may compute on the same
-cores, where a background prompt on one would slow down the answers of another.
+A worker decides by itself which requests to serve first. But workers of one host may compute on the
+same cores, where a background prompt on one would slow down the answers of another.
 """
 
 from __future__ import annotations

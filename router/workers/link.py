@@ -152,7 +152,7 @@ class WorkerLink:
         return not fenced and self.assigned.admits(suspicion)
 
     def count_live(self, change: int) -> None:
-        """Attempts begin or end there that are no background requests'."""
+        """Attempts of live requests begin or end there."""
         self.assigned.live += change
         self._holds.count(self.host, change)
 
@@ -210,7 +210,7 @@ class WorkerLink:
         self._on_change(self)
 
     def announce_ended(self, agents: Set[str]) -> None:
-        """Sends the worker those of the ended agents that it has not been sent on this stream."""
+        """Sends the worker the ended agents that it was not sent on this stream."""
         if self.welcome is not None:
             for agent in agents - self._announced:
                 self.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=agent)))

@@ -1,5 +1,5 @@
 """What a router knows of one worker beside its load, from the messages of its link: whether it is
-lost, how busy it is, whom it reaches, and which requests it has. No I/O."""
+lost, how busy it is, which workers it reaches, and which requests it has. No I/O."""
 
 from __future__ import annotations
 

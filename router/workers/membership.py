@@ -52,7 +52,7 @@ class Membership:
 
     @property
     def links(self) -> Iterable[WorkerLink]:
-        """Every member's, and those of workers that are leaving."""
+        """The links of all members, and of workers that are leaving."""
         return self._tasks.keys()
 
     def listen(self, listener: Callable[[], None]) -> None:
