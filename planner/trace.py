@@ -102,7 +102,8 @@ def _endless(
 ) -> Iterator[TraceRequest]:
     """The trace from `offset` on, repeated without end, each time with its own prompts: the common
     blocks stay, others are shifted."""
-    length, began, common = _length(trace), trace[0].seconds, _common_by_model(trace)
+    length, began = _length(trace), trace[0].seconds
+    common = {model: common_blocks(own) for model, own in by_model(trace).items()}
     stride = 1 + max((block for request in trace for block in request.blocks), default=0)
     for turn, number in enumerate(numbers):
         for request in trace:
@@ -113,10 +114,6 @@ def _endless(
                 blocks = (*request.blocks[:shared], *own)
                 answer = max(1, request.answer_tokens)
                 yield request._replace(seconds=at, answer_tokens=answer, blocks=blocks)
-
-
-def _common_by_model(trace: Sequence[TraceRequest]) -> dict[str, int]:
-    return {model: common_blocks(own) for model, own in by_model(trace).items()}
 
 
 def by_model(trace: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]]:

@@ -130,13 +130,12 @@ class Dispatcher:
         went wrong, or an empty string."""
         key = AttemptKey(f"canary-{uuid.uuid4().hex}", 1)
         work = Work(key, [0], Sampling(), 1, frozenset(), adapter=adapter)
-        prefill, decode = (link, None) if link.role is Role.PREFILL else (None, link)
-        names = prefill.worker_id if prefill else "", decode.worker_id if decode else ""
-        assignment = Assignment(Placement(*names, code=Reason.CANARY), prefill, decode)
-        return await self._try_once(work, assignment)
-
-    async def _try_once(self, work: Work, assignment: Assignment) -> str:
-        """Makes one token. Returns what went wrong, or an empty string."""
+        if link.role is Role.PREFILL:
+            placement = Placement(link.worker_id, "", code=Reason.CANARY)
+            assignment = Assignment(placement, link, None)
+        else:
+            placement = Placement("", link.worker_id, code=Reason.CANARY)
+            assignment = Assignment(placement, None, link)
         running = RunningAttempt(self, work, assignment, Suspicion.NONE, AnswerLedger(0.0))
         try:
             running.start()

@@ -310,9 +310,6 @@ class WaitQueue:
 
     def _tenant(self, place: Place, now: float) -> TenantPace:
         if len(self._tenants) > MANY_PACES:
-            self._forget_tenants(now)
+            kept = {key: each for key, each in self._tenants.items() if not each.joins.is_old(now)}
+            self._tenants = defaultdict(TenantPace, kept)
         return self._tenants[place.priority, place.tenant]
-
-    def _forget_tenants(self, now: float) -> None:
-        kept = {key: each for key, each in self._tenants.items() if not each.joins.is_old(now)}
-        self._tenants = defaultdict(TenantPace, kept)
