@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from baton.kernels.cpu import amx
 from baton.kernels.cpu.attention_shape import WEIGHTS_STRIDE, ContextSplit, Heads, Step
-from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
+from baton.kernels.cpu.ir_builder import COUNT, LINE, POINTER, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
     BFLOAT16,
     FLOAT,
@@ -27,9 +27,6 @@ from baton.kernels.cpu.vectors import (
     totals,
     transposed,
 )
-
-LINE = 64
-"""Bytes of a cache line."""
 
 SUMS = 4
 """Tile registers for sums."""

@@ -36,6 +36,9 @@ from baton.kernels.cpu.vectors import (
 
 COUNT, POINTER = ir.IntType(64), ir.PointerType()
 
+LINE = 64
+"""Bytes of a cache line."""
+
 Sum = TypeVar("Sum", Floats, Integers)
 
 

@@ -28,9 +28,17 @@ from typing import TypeVar
 from llvmlite import ir
 
 from baton.kernels.cpu import amx, compiler, integer_product, integer_rows
-from baton.kernels.cpu.compiler import NEON, Library
+from baton.kernels.cpu.compiler import AVX512, NEON, Library
 from baton.kernels.cpu.gates import GATES, gate_code
-from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
+from baton.kernels.cpu.ir_builder import (
+    COUNT,
+    LINE,
+    POINTER,
+    Arguments,
+    Count,
+    Function,
+    Memory,
+)
 from baton.kernels.cpu.norm import normalized
 from baton.kernels.cpu.vectors import (
     FLOAT,
@@ -39,6 +47,7 @@ from baton.kernels.cpu.vectors import (
     Floats,
     floats_type,
     rounded,
+    size_of,
     transposed,
 )
 from baton.kernels.integers import Bits
@@ -61,6 +70,10 @@ any block."""
 
 ROWS_PER_ITEM = 64
 """Rows that a thread claims at once, at least, where there are too few outputs for all threads."""
+
+INPUTS_AHEAD = 24
+"""How far ahead of its use AVX-512 fetches a panel into the first cache. The hardware fetches too
+late while a tile multiplies, from memory and from the second cache."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +191,8 @@ def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function
     with code.sum_loop(0, inputs, zeros, step=INPUTS_PER_TURN) as (first, sums):
         for turn in range(INPUTS_PER_TURN):
             start = (first + turn) * tile.panel
+            if tile.lanes == AVX512.lanes:
+                _fetch_ahead(panel, tile, start, turn)
             weights = [panel.vector(start + tile.lanes * vector) for vector in range(VECTORS)]
             for row, x in enumerate(_inputs_of_rows(block, tile, rows, first, turn)):
                 for vector, weight in enumerate(weights):
@@ -190,6 +205,15 @@ def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function
             out.put(sums[row * VECTORS + vector] + added, out_stride * row + column)
     code.end()
     return code
+
+
+def _fetch_ahead(panel: Memory, tile: Tile, start: Count, turn: int) -> None:
+    """One input's share of the cache lines of INPUTS_PER_TURN."""
+    per_line = LINE // size_of(tile.element)
+    first, end = (-(-each * tile.panel // per_line) for each in (turn, turn + 1))
+    ahead = INPUTS_AHEAD * tile.panel - turn * tile.panel
+    for line in range(first, end):
+        panel.prefetch(start + (ahead + line * per_line))
 
 
 def _inputs_of_rows(block: Memory, tile: Tile, rows: int, first: Count, turn: int) -> list[Floats]:
