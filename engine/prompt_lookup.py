@@ -1,17 +1,28 @@
 """Guesses the next tokens of a sequence: what followed the same tokens before, in its prompt or
 its answer, in earlier answers to the same tenant, or in the answer as the caller predicts it.
 
-A match that goes on is followed token by token, so it grows without a search. Each token that
-comes is compared with the one guessed for it, whether or not that was run. So the chance of a
-guess is known without trying, by the length of its match.
+A match that goes on is followed token by token, so it grows without a search, and beyond what the
+answer changes in it (engine/text_match.py). A few are followed at once, and the one whose next
+guess is the likeliest is guessed from. Each token that comes is compared with the one guessed for
+it, whether or not that was run. So the chance of a guess is known without trying, by its kind.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from baton.engine.acceptance import Acceptance
+from baton.engine.text_match import (
+    EDITED,
+    LONG_MATCH,
+    MATCH,
+    RESUMED,
+    SHIFTED,
+    SHORT_MATCH,
+    Match,
+)
 from baton.engine.token_index import LONG, TokenIndex, last_runs
 
 MOST_INDEXED = 1 << 14
@@ -20,13 +31,16 @@ MOST_INDEXED = 1 << 14
 MOST_KEPT, MOST_TENANTS = 1 << 13, 32
 """Tokens of a tenant's answers in one generation, of which there are two; and tenants."""
 
-PRIORS = ((4, 0.3), (12, 0.6), (1 << 30, 0.85))
-"""By the length of a match up to these: the share of right guesses that is assumed at first."""
+MOST_MATCHES = 3
+"""Places that are followed at once."""
+
+PRIORS = {SHORT_MATCH: 0.3, MATCH: 0.6, LONG_MATCH: 0.85, RESUMED: 0.5, SHIFTED: 0.3, EDITED: 0.5}
+"""By kind of guess: the share of right ones that is assumed at first."""
 
 
 def new_acceptance() -> Acceptance:
-    """Of matches, by their length."""
-    return Acceptance([share for _, share in PRIORS])
+    """Of guesses, by their kind."""
+    return Acceptance([PRIORS[kind] for kind in range(len(PRIORS))])
 
 
 class PastAnswers:
@@ -68,53 +82,46 @@ class PromptLookup:
         self._own = TokenIndex(predicted + tokens[max(0, answer - MOST_INDEXED) : answer - 1])
         self._past = past or []
         self._acceptance = (seen or new_acceptance()).of_sequence()
-        self._text = self._own  # the one that matches
-        self._place: int | None = None  # in it, of the token guessed to come next
-        self._length = 0  # of the match before it
+        self._matches: list[Match] = []
+        self._best: Match | None = None  # the one whose next guess is the likeliest
         self._advance(tokens[answer - 1])
         if predicted:
-            self._text, self._place, self._length = self._own, 0, LONG
+            self._best = Match(self._own, 0, LONG, self._own)
+            self._matches = [self._best]
         self._known = answer
         self.follow()
 
     def follow(self) -> None:
         """Takes over what was added to the tokens."""
         for position in range(self._known, len(self._source)):
-            token = self._source[position]
-            if self._place is not None:
-                self._compare(self._place, token)
-            self._advance(token)
+            self._advance(self._source[position])
         self._known = len(self._source)
 
     def guess(self, most: int) -> list[int]:
         """At most `most` tokens. Where a match reaches the end, what it repeats is repeated."""
-        if self._place is None or most < 1:
-            return []
-        found = self._text.tokens[self._place : self._place + most]
-        period = len(found) if self._text is self._own else 0
-        while period and len(found) < most:
-            found.append(found[-period])
-        return found
+        return [token for token, _ in self._guesses(most)]
 
     def chances(self, count: int) -> Iterator[float]:
         """For each of `count` guesses, that it and all before it are right."""
         chance = 1.0
-        for length in range(self._length, self._length + count):
-            chance *= self._acceptance.share(_kind(length))
+        for _, kind in self._guesses(count):
+            chance *= self._acceptance.share(kind)
             yield chance
 
-    def _compare(self, place: int, token: int) -> None:
-        right = self._text.tokens[place] == token
-        self._acceptance.note(_kind(self._length), right=right)
-        self._place = place + 1 if right and not self._ends(self._text, place + 1) else None
-        self._length += 1
+    def _guesses(self, most: int) -> Iterator[tuple[int, int]]:
+        return itertools.islice(self._best.guesses() if self._best else (), max(most, 0))
 
     def _advance(self, token: int) -> None:
         """Looks for the runs that end with `token`, and adds them."""
+        if self._matches:
+            if self._best and (guess := self._best.next_guess()) is not None:
+                self._acceptance.note(self._best.kind, right=guess == token)
+            self._matches = [each for each in self._matches if each.take(token)]
         runs = last_runs(self._own.tokens, token)
-        if self._place is None:
-            self._search(runs)
+        self._search(runs)
         self._own.append(token, runs)
+        if self._matches or self._best:
+            self._choose()
 
     def _search(self, runs: list[tuple[int, int]]) -> None:
         for size, key in runs:
@@ -122,13 +129,18 @@ class PromptLookup:
             for text in (self._own, *(self._past if size == LONG else ())):
                 place = text.find(key)
                 if place is not None and not self._ends(text, place):
-                    self._text, self._place, self._length = text, place, size
+                    if not any(each.place == place and each.text is text for each in self._matches):
+                        self._matches.append(Match(text, place, size, self._own))
                     return
+
+    def _choose(self) -> None:
+        if len(self._matches) > MOST_MATCHES:
+            self._matches.remove(min(self._matches, key=self._rank))
+        self._best = max(self._matches, key=self._rank, default=None)
+
+    def _rank(self, match: Match) -> tuple[float, int]:
+        return match.share(self._acceptance.share(match.kind)), match.length
 
     def _ends(self, text: TokenIndex, place: int) -> bool:
         """Whether nothing is known to follow. What is in the sequence itself always goes on."""
         return text is not self._own and place == len(text.tokens)
-
-
-def _kind(length: int) -> int:
-    return next(kind for kind, (longest, _) in enumerate(PRIORS) if length < longest)
