@@ -42,7 +42,7 @@ from baton.v1 import inference_pb2 as pb
 
 
 class CachedAnswer(NamedTuple):
-    """What an answer is made of again."""
+    """An answer as the response cache keeps it."""
 
     tokens: Tokens
     call_ids: Sequence[str]  # of its tool calls, which are random
@@ -117,7 +117,7 @@ class AnswerText:
 
 
 class NoText(AnswerText):
-    """Of a request that only scores its prompt: drops the one token that this takes."""
+    """For a request that only scores its prompt: drops its one token."""
 
     def push(self, tokens: list[int], finish: FinishReason | None) -> str:
         self.finish = FinishReason.LENGTH
@@ -142,8 +142,8 @@ class Answer:
         cached: CachedAnswer | None = None,
         record: bool = False,
     ) -> None:
-        """`thinking` when the prompt ends within the reasoning; `cached` is the answer itself,
-        where it is replayed; `record` makes `recorded` possible."""
+        """`thinking`: the prompt ends within the reasoning; `cached`: the answer to replay;
+        `record`: keep the tokens for `recorded`."""
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         self.ledger = ledger
         self._model = text
@@ -169,7 +169,7 @@ class Answer:
         self._cached: tuple[int, int] | None = None  # of the first attempt with tokens
 
     def placed(self, placement: Placement) -> None:
-        """An attempt begins."""
+        """Notes that an attempt begins, and where."""
         self.ledger.place(placement)
         self._placements.append(_public(placement))
         if len(self._placements) == 1:
@@ -180,12 +180,12 @@ class Answer:
         assert self._cached_answer is not None
         self._start()
         if self.push(self._cached_answer.tokens):
-            # A router of another version found a stop string in it that is none here.
+            # Another version of the router found a stop string that this one does not.
             self._text.finish = FinishReason.STOP
 
     def resume(self, token_ids: Sequence[int]) -> bool:
         """Takes over tokens that the client has. Returns whether more are wanted; if not, the
-        client missed no more than the end."""
+        client missed only the end."""
         if not token_ids:
             return True
         finish = self._work.finish_reason(token_ids[-1], len(token_ids))
@@ -311,7 +311,9 @@ def splitter_for(
     if chat and chat.tools:
         splitter = ToolCallSplitter(form.tools, chat.callable_tools, new_id)
     if chat and form.reasoning:
-        splitter = ReasoningSplitter(thinking=thinking, content=splitter, thoughts=form.thoughts)
+        splitter = ReasoningSplitter(
+            thinking=thinking, content=splitter, markers=form.reasoning_markers
+        )
     return splitter
 
 

@@ -16,19 +16,19 @@ from baton.router.answers.tool_formats import (
     HARMONY,
     HARMONY_ENDS,
     HERMES,
-    MARK,
+    MARKER,
     ToolFormat,
     tool_format_of,
 )
 from baton.router.answers.tool_grammar import CallGrammar, SpecialId, literal
 from baton.router.prompts.output_grammar import after_reasoning, either, within
 
-Thoughts = tuple[str, str]
-"""The marks before and after reasoning."""
+ReasoningMarkers = tuple[str, str]
+"""Before and after reasoning."""
 
-THINK: Thoughts = ("<think>", "</think>")
-# Of Gemma, Mistral, an older Kimi, all others. A template has the first of which it shows a mark.
-THOUGHTS: tuple[Thoughts, ...] = (
+THINK: ReasoningMarkers = ("<think>", "</think>")
+# Gemma's, Mistral's, an older Kimi's, all others'. The first pair that a template shows is its own.
+REASONING_MARKERS: tuple[ReasoningMarkers, ...] = (
     ("<|channel>thought", "<channel|>"),
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
@@ -41,19 +41,19 @@ _TOOL_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 class AnswerFormat:
     tools: ToolFormat
     reasoning: bool
-    thoughts: Thoughts = THINK
+    reasoning_markers: ReasoningMarkers = THINK
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Tokens that the splitters need as text, even where they are special."""
-        begin, end = self.thoughts
-        reasoning = (begin, *MARK.findall(begin), end) if self.reasoning else ()
+        begin, end = self.reasoning_markers
+        reasoning = (begin, *MARKER.findall(begin), end) if self.reasoning else ()
         harmony = HARMONY_ENDS if self.tools is HARMONY else ()
-        return (*self.tools.marks, *harmony, *reasoning)
+        return (*self.tools.markers, *harmony, *reasoning)
 
     def opens_reasoning(self, rendered: str) -> bool:
         """Whether a prompt ends within the reasoning."""
-        return self.reasoning and rendered.rstrip().endswith(self.thoughts[0])
+        return self.reasoning and rendered.rstrip().endswith(self.reasoning_markers[0])
 
     def structures(self, request: Request, special_id: SpecialId) -> list[Structure]:
         """What an answer must follow: any one of these, or nothing where the list is empty."""
@@ -77,12 +77,12 @@ class AnswerFormat:
         if self.tools is HARMONY and chat and chat.end == "open":
             return _in_messages(grammars, special_id, called=chat.must_call)
         grammar = either(*grammars) if len(grammars) == 2 else grammars[0]
-        end = self.thoughts[1]
+        end = self.reasoning_markers[1]
         return after_reasoning(grammar, end, special_id(end)) if thinking else grammar
 
     def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
         """The structure of an answer that is exactly one tool call."""
-        return Structure("lark", CallGrammar(self.tools, special_id).of(chat.callable_tools))
+        return Structure("lark", CallGrammar(self.tools, special_id).grammar(chat.callable_tools))
 
 
 def _in_messages(grammars: Sequence[str], special_id: SpecialId, *, called: bool) -> str:
@@ -106,7 +106,7 @@ PLAIN = AnswerFormat(HERMES, reasoning=False)
 def answer_format(template: str, tools: str, reasoning: str) -> AnswerFormat:
     """The format as configured, or as the chat template shows it where that is "auto"."""
     form = tool_format_of(template) if tools == "auto" else FORMATS[tools]
-    found = [each for each in THOUGHTS if any(mark in template for mark in each)]
+    found = [each for each in REASONING_MARKERS if any(marker in template for marker in each)]
     shown = form is HARMONY or bool(found)
     thinks = shown if reasoning == "auto" else reasoning == "on"
     return AnswerFormat(form, thinks, found[0] if found else THINK)

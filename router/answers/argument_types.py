@@ -19,7 +19,7 @@ _KINDS = {
     dict: "object",
     type(None): "null",
 }
-# As templates write them that turn a value into text.
+# As templates write values that they turn into text.
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -31,7 +31,7 @@ class Argument(NamedTuple):
 
 
 def argument_schemas(tool: Tool) -> Iterator[Argument]:
-    """Each argument's schema, which stands by itself."""
+    """Each argument's schema, self-contained."""
     whole = json.loads(tool.parameters)
     properties, required = whole.get("properties"), _listed(whole.get("required"))
     shared = {name: whole[name] for name in _DEFINITIONS if name in whole}
@@ -65,7 +65,7 @@ def types_of(schema: Schema) -> set[str]:
 
 
 def _listed(value: object) -> list[Any]:
-    """Callers' schemas are not checked."""
+    """Empty for anything else: callers' schemas are not checked."""
     return value if isinstance(value, list) else []
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from baton.core.types import Tool
 from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
-from baton.router.answers.answer_format import THINK, Thoughts
+from baton.router.answers.answer_format import THINK, ReasoningMarkers
 from baton.router.answers.tool_formats import HARMONY_ENDS
 
 Steps = Generator[None, None, None]
@@ -46,10 +46,10 @@ class ContentSplitter:
 
 
 class SteppedSplitter(ABC):
-    """Reads its text in a generator, which yields where it needs more."""
+    """Scans its text in a generator, which yields where it needs more."""
 
     def __init__(self) -> None:
-        self._held = ""  # pushed, not read yet
+        self._held = ""  # pushed, not scanned yet
         self._delta = AnswerDelta("", [])  # of the text that was pushed last
         self._steps = self._split()
 
@@ -63,14 +63,16 @@ class SteppedSplitter(ABC):
 
 
 class ReasoningSplitter(SteppedSplitter):
-    """A reasoning model writes <think> (or another mark), its reasoning, </think> and then its
+    """A reasoning model writes <think> (or another marker), its reasoning, </think> and then its
     content. Some chat templates write the <think> themselves. White space around the
     markers is dropped."""
 
-    def __init__(self, *, thinking: bool, content: Splitter, thoughts: Thoughts = THINK) -> None:
+    def __init__(
+        self, *, thinking: bool, content: Splitter, markers: ReasoningMarkers = THINK
+    ) -> None:
         """`thinking` when the prompt ends within the reasoning; `content` gets the rest."""
         super().__init__()
-        self._begin, self._end = thoughts
+        self._begin, self._end = markers
         self._thinking = thinking
         self._content = content
 

@@ -41,7 +41,7 @@ class ToolCallSplitter(SteppedSplitter):
     ) -> None:
         """`new_id` makes the id of the next call; by default, as the format has them."""
         super().__init__()
-        self._section = [mark for mark in form.section if mark]
+        self._section = [marker for marker in form.section if marker]
         self._marks = [form.opener, *self._section]
         self._form = form
         self._new_id = new_id or form.new_id
@@ -86,9 +86,9 @@ class ToolCallSplitter(SteppedSplitter):
         return found
 
     def _add_content(self, text: str) -> None:
-        """Without the marks of a section, which have the same effect as a call."""
-        for mark in self._section:
-            before, found, after = text.partition(mark)
+        """Without the markers of a section, which have the same effect as a call."""
+        for marker in self._section:
+            before, found, after = text.partition(marker)
             if found:
                 self._add_content(before)
                 self._after_call, text = True, after
@@ -101,7 +101,7 @@ class ToolCallSplitter(SteppedSplitter):
     def _scan_calls(self) -> Steps:
         form, another = self._form, True
         if not form.named and form.before.strip():
-            yield from self._mark(form.before.strip())
+            yield from self._marker(form.before.strip())
         while another:
             self._closing = False
             yield from self._named_call() if form.named else self._json_call()
@@ -202,7 +202,7 @@ class ToolCallSplitter(SteppedSplitter):
         """Scans what is before a call's arguments, and what ends its name."""
         end, before = self._form.name_end, self._form.before.strip()
         if before and not end:
-            yield from self._mark(before)
+            yield from self._marker(before)
         head = yield from self._visible()
         while not head.endswith(end) if end else head[-1].isalnum() or head[-1] in "_-":
             head += yield from self._next()
@@ -216,16 +216,16 @@ class ToolCallSplitter(SteppedSplitter):
         schemas = {each.key: each.schema for each in argument_schemas(self._tools[name])}
         begin = "{"
         end = pairs.end.strip()
-        mark = yield from self._mark(pairs.key, end)
+        marker = yield from self._marker(pairs.key, end)
         self._emit_name(name)
-        while mark != end:
+        while marker != end:
             key = (yield from self._until(pairs.key_end.strip())).strip()
             if pairs.value:
-                yield from self._mark(pairs.value)
+                yield from self._marker(pairs.value)
             self._emit_arguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
             yield from self._pair_value(pairs, schemas.get(key, {}))
-            mark = yield from self._mark(pairs.key, end)
+            marker = yield from self._marker(pairs.key, end)
         self._emit_arguments("{}" if begin == "{" else "}")
 
     def _pair_value(self, pairs: Pairs, schema: Schema) -> Steps:
@@ -249,19 +249,19 @@ class ToolCallSplitter(SteppedSplitter):
         while not loose.done:
             self._emit_arguments(loose.push((yield from self._next())))
 
-    def _mark(self, *marks: str) -> Generator[None, None, str]:
-        """Scans one of the marks, and white space before it."""
+    def _marker(self, *markers: str) -> Generator[None, None, str]:
+        """Scans one of the markers, and white space before it."""
         text = yield from self._visible()
-        while text not in marks:
-            _require(any(mark.startswith(text) for mark in marks))
+        while text not in markers:
+            _require(any(marker.startswith(text) for marker in markers))
             text += yield from self._next()
         return text
 
-    def _until(self, mark: str) -> Generator[None, None, str]:
+    def _until(self, marker: str) -> Generator[None, None, str]:
         text = ""
-        while not text.endswith(mark):
+        while not text.endswith(marker):
             text += yield from self._next()
-        return text.removesuffix(mark)
+        return text.removesuffix(marker)
 
     def _value(
         self, character: str, *, streams: bool = False
@@ -319,10 +319,10 @@ def _loads(raw: str) -> Any:
 
 class LooseJson:
     """Turns one object or list as Gemma writes it into JSON, character by character:
-    {city:<|"|>Paris<|"|>,days:3}. Keys are bare, and strings are between marks, as they are."""
+    {city:<|"|>Paris<|"|>,days:3}. Keys are bare, and strings are between markers, as they are."""
 
     def __init__(self, quote: str) -> None:
-        """`quote` is the mark before and after a string; JSON's own are read as well."""
+        """`quote` is the marker before and after a string; JSON's own are read as well."""
         self._quote = quote
         self._end = ""  # of the string that is open
         self._held = ""

@@ -29,14 +29,14 @@ import string
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-MARK = re.compile(r'(</?[|｜]?[\w▁"]+[|｜]?>|\[[A-Z_]+\])')
+MARKER = re.compile(r'(</?[|｜]?[\w▁"]+[|｜]?>|\[[A-Z_]+\])')
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Arguments as keys and values. White space is what a model is made to write; any is read,
-    but for a line's end around a value where there is one here."""
+    """Arguments as keys and values. White space is what a forced call has; a parsed call may have
+    any, except around a value where `frame` is a line break."""
 
     key: str
     key_end: str
@@ -46,30 +46,30 @@ class Pairs:
 
     @property
     def frame(self) -> str:
-        """The line's end around a value that is not part of it."""
+        """The line break around a value that is not part of it."""
         return "\n" if self.value_end.startswith("\n") else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A call is opener, before, name, divider, arguments, closer; or name and arguments are one
-    JSON object, where there is neither divider nor quote. White space is what a model is made to
-    write."""
+    JSON object, where there is neither divider nor quote. White space is what a forced call
+    has."""
 
     name: str
-    sign: str  # a regular expression that finds the format in a chat template
+    pattern: str  # a regular expression that finds the format in a chat template
     opener: str
     closer: str = ""
     before: str = ""
     divider: str = ""
-    id_mark: str = ""  # before an id between the name and the divider
+    id_marker: str = ""  # before an id between the name and the divider
     pairs: Pairs | None = None
     quote: str = ""  # around strings, where arguments are not quite JSON (LooseJson)
     section: tuple[str, str] = ("", "")  # around all calls
     arguments: str = "arguments"  # key of the arguments
     separator: str = ""  # between two calls, which share opener and closer
     bare: bool = False  # an answer that begins with { is a call
-    # "written": the text from `before` to the divider's mark. Some templates accept only short
+    # "written": the text from `before` to the divider's marker. Some templates accept only short
     # ones.
     ids: Literal["drawn", "short", "written"] = "drawn"
 
@@ -85,9 +85,9 @@ class ToolFormat:
 
     @property
     def name_end(self) -> str:
-        """What ends a name; empty where any character does that no name has."""
-        marks: list[str] = MARK.findall(self.divider)
-        return marks[-1] if marks else self.divider.strip()
+        """What ends a name; empty where any character that no name has ends it."""
+        markers: list[str] = MARKER.findall(self.divider)
+        return markers[-1] if markers else self.divider.strip()
 
     def name_of(self, head: str) -> str:
         """The tool's name in what is between opener and `name_end`."""
@@ -95,13 +95,13 @@ class ToolFormat:
         return found[0] if found else ""
 
     @property
-    def marks(self) -> set[str]:
-        """Tokens that have to be read as text, even where they are special."""
-        texts = [self.opener, self.closer, self.before, self.divider, self.id_mark, self.quote]
+    def markers(self) -> set[str]:
+        """Tokens that are needed as text, even where they are special."""
+        texts = [self.opener, self.closer, self.before, self.divider, self.id_marker, self.quote]
         texts += self.section
         if self.pairs:
             texts += astuple(self.pairs)
-        return {mark for text in texts for mark in MARK.findall(text)}
+        return {marker for text in texts for marker in MARKER.findall(text)}
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "<tool_call>", "\n</tool_call>", before="\n")
@@ -118,7 +118,7 @@ MISTRAL = ToolFormat(
     "mistral", r"\[TOOL_CALLS\]", _CALLS, "]", before="[", separator=",", ids="short"
 )
 MISTRAL_ARGS = ToolFormat(
-    "mistral-args", r"\[ARGS\]", _CALLS, divider="[ARGS]", id_mark="[CALL_ID]", ids="short"
+    "mistral-args", r"\[ARGS\]", _CALLS, divider="[ARGS]", id_marker="[CALL_ID]", ids="short"
 )
 _SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_V3 = ToolFormat(
@@ -190,7 +190,7 @@ HARMONY = ToolFormat(
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 """Each ends a message."""
 
-# A template has the first format whose sign is in it.
+# The first format whose pattern matches a template is its format.
 FORMATS = {
     each.name: each
     for each in (
@@ -212,4 +212,4 @@ FORMATS = {
 
 def tool_format_of(template: str) -> ToolFormat:
     """The tool format that a chat template shows; the most common one where it shows none."""
-    return next((each for each in FORMATS.values() if re.search(each.sign, template)), HERMES)
+    return next((each for each in FORMATS.values() if re.search(each.pattern, template)), HERMES)

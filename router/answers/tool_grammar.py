@@ -14,7 +14,7 @@ from baton.router.answers.argument_types import (
     is_scalar,
     is_text,
 )
-from baton.router.answers.tool_formats import MARK, Pairs, ToolFormat
+from baton.router.answers.tool_formats import MARKER, Pairs, ToolFormat
 from baton.router.prompts.output_grammar import ONE_LINE
 
 SpecialId = Callable[[str], int | None]
@@ -34,7 +34,7 @@ loose_list: "[" (loose ("," loose)*)? "]\""""
 def literal(text: str, special_id: SpecialId) -> str:
     """Lark for a text, in which special tokens are such."""
     pieces = []
-    for piece in filter(None, MARK.split(text)):
+    for piece in filter(None, MARKER.split(text)):
         token = special_id(piece)
         pieces.append(_text(piece) if token is None else f"<[{token}]>")
     return " ".join(pieces)
@@ -55,7 +55,7 @@ class CallGrammar:
         self._form = form
         self._special_id = special_id
 
-    def of(self, tools: Sequence[Tool]) -> str:
+    def grammar(self, tools: Sequence[Tool]) -> str:
         if not self._form.named:
             return f"start: {self._around('call')}\ncall: {_json(self._call_schema(tools))}"
         rules = [rule for index, tool in enumerate(tools) for rule in self._call(index, tool)]
@@ -117,7 +117,7 @@ class CallGrammar:
             yield f"{name}_value: loose"
 
     def _string(self, name: str, schema: Schema, begin: str, end: str) -> Iterator[str]:
-        """A text between two marks, as far as its schema can be followed in plain text."""
+        """A text between two markers, as far as its schema can be followed in plain text."""
         around = f"{self._literal(begin)} {{}} {self._literal(end)}"
         choices, most = schema.get("enum"), schema.get("maxLength")
         least = schema.get("minLength", 0)
@@ -131,9 +131,9 @@ class CallGrammar:
             yield from self._until_end(name, begin, end)
 
     def _until_end(self, name: str, begin: str, end: str) -> Iterator[str]:
-        """Any text up to the mark at its end."""
+        """Any text up to the marker at its end."""
         head = f"{name}: {self._literal(begin)}"
-        if any(self._special_id(mark) is not None for mark in MARK.findall(end)):
+        if any(self._special_id(marker) is not None for marker in MARKER.findall(end)):
             yield f"{head} {name}_rest {self._literal(end)}"
             yield f"{name}_rest: /(.|\\n)*/"
         else:

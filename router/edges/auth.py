@@ -47,7 +47,7 @@ class Caller:
         return self.key.admin
 
     def priority(self, asked: int) -> int:
-        """No request of the key goes before its own."""
+        """The requested priority, but never before the key's own."""
         return max(asked, self.key.priority)
 
     def check_model(self, model: str) -> None:
@@ -60,8 +60,8 @@ class Caller:
             )
 
     def semantic_similarity(self, asked: float | None, header: str) -> float | None:
-        """How similar a question must be for its cached answer to do: the most that the request,
-        its header and the key say; None where none of them allows it."""
+        """The least similarity at which a cached answer to another question may be used: the
+        highest that the request, its header and the key state; None if none of them does."""
         given = [each for each in (asked, self.key.semantic_similarity) if each is not None]
         if header:
             given.append(_parse_similarity(header))
@@ -149,7 +149,7 @@ class KeyRing:
         return found[0]
 
     def named(self, name: str) -> ApiKey:
-        """The key of a name; raises Unauthenticated where there is none any more."""
+        """The key with this name. Raises Unauthenticated if it was removed."""
         if self._path is None:
             return ApiKey(name, "")
         self._reload_if_changed(self._path)

@@ -72,12 +72,12 @@ class EdgeContext:
     reader_buffer: int
     controller: ControllerClient = NO_CONTROLLER
     responses: CachedResponses | None = None
-    # Of the HTTP calls in progress.
+    # One per HTTP call in progress.
     buffers: WeakSet[ClientBuffer] = field(default_factory=WeakSet)
 
     def find(self, name: str, caller: Caller, *, encoder: bool = True) -> ServedModel:
-        """The model that a caller's name of a model, an adapter or the embedding model (`encoder`)
-        leads to. Raises PermissionDenied and UnknownModel."""
+        """Finds a model by its name, an adapter's or, with `encoder`, the embedding model's.
+        Raises PermissionDenied and UnknownModel."""
         only = self.models.only
         if name or only:
             caller.check_model(name or only.name)  # type: ignore[union-attr]

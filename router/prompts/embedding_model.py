@@ -30,7 +30,7 @@ class EmbeddingModel:
         return cls(folder.name, Text.load(folder), max_tokens, folder)
 
     def digest(self) -> bytes:
-        """Of all that decides a vector. Reads all of it."""
+        """Of all files that decide a vector, which it reads."""
         digest = hashlib.blake2b(digest_size=32, person=b"baton-embedder")
         files = [*self.folder.iterdir(), *self.folder.glob("*_Pooling/*")]
         for file in sorted(each for each in files if each.suffix in _DECISIVE_FILES):
@@ -40,7 +40,7 @@ class EmbeddingModel:
         return digest.digest()
 
     def addressed(self, request: Request) -> Request:
-        """The request as this model's; raises why it cannot be."""
+        """The request to this model. Raises InvalidRequest for what the model cannot do."""
         if request.pooling is None:
             raise InvalidRequest(f"the model {self.name!r} embeds and cannot answer", field="model")
         if request.pooling is not Pooling.ENCODER:

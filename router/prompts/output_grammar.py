@@ -70,12 +70,12 @@ def after_reasoning(grammar: str, end: str = "</think>", token: int | None = Non
 
 
 def within(start: str, grammar: str, name: str) -> str:
-    """A grammar that is `start`, in Lark, where the other one has a name."""
+    """The grammar `start`, in Lark, which refers to `grammar` by `name`."""
     return json.dumps({"grammars": [{"lark_grammar": start}, *_parts(grammar, name)]})
 
 
 def either(call: str, answer: str) -> str:
-    """A grammar for an answer that follows one of two."""
+    """A grammar for an answer that follows either of two."""
     start = {"lark_grammar": "start: @call | @structured"}
     return json.dumps({"grammars": [start, *_parts(call, "call"), *_parts(answer, "structured")]})
 

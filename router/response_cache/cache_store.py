@@ -50,7 +50,7 @@ class CacheStore(Protocol):
 
 
 ENTRY_BYTES = 300
-"""What an entry takes beside its value."""
+"""Memory of an entry beside its value."""
 
 
 class MemoryStore:
@@ -108,7 +108,7 @@ class FoundResponse:
 
 def encode(answers: Sequence[CachedAnswer], question: str = "") -> bytes:
     response = responses_pb2.CachedResponse(
-        made_at=time.time(), answers=map(_to, answers), question=question
+        made_at=time.time(), answers=map(_to_proto, answers), question=question
     )
     return response.SerializeToString()
 
@@ -118,7 +118,7 @@ def decode(value: bytes, seconds: float, similarity: float | None = None) -> Fou
     it; None where the request is the same. Raises StoreFailed for a damaged value."""
     try:
         response = responses_pb2.CachedResponse.FromString(value)
-        answers = [*map(_from, response.answers)]
+        answers = [*map(_from_proto, response.answers)]
     except (DecodeError, KeyError) as error:  # the last: of a version to come
         raise StoreFailed("a response cannot be decoded") from error
     age = max(0.0, time.time() - response.made_at)
@@ -129,7 +129,7 @@ def decode(value: bytes, seconds: float, similarity: float | None = None) -> Fou
     return FoundResponse(answers, cache, response.question)
 
 
-def _to(answer: CachedAnswer) -> responses_pb2.CachedAnswer:
+def _to_proto(answer: CachedAnswer) -> responses_pb2.CachedAnswer:
     tokens = answer.tokens
     return responses_pb2.CachedAnswer(
         token_ids=tokens.token_ids,
@@ -144,7 +144,7 @@ def _to(answer: CachedAnswer) -> responses_pb2.CachedAnswer:
     )
 
 
-def _from(message: responses_pb2.CachedAnswer) -> CachedAnswer:
+def _from_proto(message: responses_pb2.CachedAnswer) -> CachedAnswer:
     tokens = Tokens(
         list(message.token_ids),
         finish_from(message.finish_reason),

@@ -91,12 +91,12 @@ class RedisStore:
         self._cipher = cipher
         self.reply_seconds = 0.0
         self._connection: RedisConnection | None = None
-        self._told = False
+        self._failure_logged = False
         self._connecting = asyncio.create_task(self._stay_connected())
 
     @property
     def replies(self) -> bool:
-        """Whether it is connected, and owes no reply for long."""
+        """Whether it is connected and no reply is overdue."""
         connection = self._connection
         return connection is not None and connection.oldest_seconds <= LOOKUP_SECONDS
 
@@ -173,8 +173,8 @@ class RedisStore:
             raise self._failed(f"the connection was lost: {lost}") from lost
 
     def _failed(self, problem: str) -> StoreFailed:
-        if not self._told:
-            self._told = True
+        if not self._failure_logged:
+            self._failure_logged = True
             log.warning(
                 "the Redis of the response cache at %s failed: %s; answers are computed",
                 self._address,
@@ -193,9 +193,9 @@ class RedisStore:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _use(self, connection: RedisConnection) -> None:
-        if self._told:
+        if self._failure_logged:
             log.info("the Redis of the response cache at %s answers again", self._address)
-        self._told, self._connection = False, connection
+        self._failure_logged, self._connection = False, connection
         try:
             await self._watch(connection)
         finally:

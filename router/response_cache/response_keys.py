@@ -1,4 +1,4 @@
-"""Under which keys responses are: digests of all that answers depend on, and of who asks.
+"""Keys of responses: digests of all that answers depend on, and of who asks.
 
 Another tenant, or another cache salt, has other keys, so no look-up can find its answers. Only
 requests whose answers are the same each time have a key: greedy ones, and those with the caller's

@@ -196,7 +196,7 @@ def test_a_result_that_the_disk_has_no_room_for_leaves_whole_lines(tmp_path: Pat
         ]
         again.add(200, second)
         assert again.usage()["total_tokens"] == 0
-        output, errors = again.announce()
+        output, errors = again.publish()
     assert (output is not None, errors) == (True, None)
 
 

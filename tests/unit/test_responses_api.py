@@ -282,7 +282,7 @@ def test_an_error_within_a_stream_is_a_failed_response() -> None:
 
 def test_a_stored_response_is_followed_by_its_owner() -> None:
     store, made = ResponseStore(), renderer(instructions="Be brief.")
-    made.keep_in(store, "me")
+    made.store_in(store, "me")
     assert json.loads(store.body("me", made.id))["status"] == "in_progress"
     body = whole(CALLED, made)
     assert json.loads(store.body("me", made.id)) == body
@@ -309,7 +309,7 @@ def test_a_stored_response_is_followed_by_its_owner() -> None:
 
 async def test_a_running_response_is_cancelled() -> None:
     store, made, events = ResponseStore(), renderer(), ClientBuffer(10)
-    made.keep_in(store, "me")
+    made.store_in(store, "me")
     made.began(events)
     for event in (STARTED, AnswerDelta("x", [1])):
         made.collect(event)
@@ -321,7 +321,7 @@ async def test_a_running_response_is_cancelled() -> None:
 
 def test_a_response_that_nobody_waits_for_any_more_is_forgotten() -> None:
     store, made = ResponseStore(), renderer()
-    made.keep_in(store, "me")
+    made.store_in(store, "me")
     identity = made.id
     del made
     with pytest.raises(UnknownRequest):

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.types import Tool
 from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
-from baton.router.answers.answer_format import THOUGHTS, Thoughts, answer_format
+from baton.router.answers.answer_format import REASONING_MARKERS, ReasoningMarkers, answer_format
 from baton.router.answers.splitters import ContentSplitter, ReasoningSplitter, Splitter
 from baton.router.answers.tool_call_splitter import ToolCallSplitter
 from baton.router.answers.tool_formats import (
@@ -282,12 +282,12 @@ def test_thoughts_are_parted_from_the_answer_however_the_text_is_cut(case: str) 
         assert (parts.reasoning, parts.text) == (thought, said), pieces
 
 
-@pytest.mark.parametrize("thoughts", THOUGHTS)
-def test_thoughts_may_have_other_marks(thoughts: Thoughts) -> None:
-    begin, end = thoughts
-    assert answer_format(f"{{{{ '{end}' }}}}", "auto", "auto").thoughts == thoughts
+@pytest.mark.parametrize("markers", REASONING_MARKERS)
+def test_thoughts_may_have_other_markers(markers: ReasoningMarkers) -> None:
+    begin, end = markers
+    assert answer_format(f"{{{{ '{end}' }}}}", "auto", "auto").reasoning_markers == markers
     for pieces in cuts(f"{begin}\nHm.\n{end}\nYes."):
-        splitter = ReasoningSplitter(thinking=False, content=ContentSplitter(), thoughts=thoughts)
+        splitter = ReasoningSplitter(thinking=False, content=ContentSplitter(), markers=markers)
         parts = run(splitter, pieces)
         assert (parts.reasoning, parts.text) == ("Hm.", "Yes."), pieces
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.body import parse_body
-from baton.router.edges.http.endpoint import answered, json_response
+from baton.router.edges.http.endpoint import catch_errors, json_response
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import RequestModel, about
 from baton.router.followed_models import FollowedModels
@@ -62,8 +62,8 @@ def model_routes(followed: FollowedModels) -> list[Route]:
         return json_response({"model": body.model, "removed": True})
 
     return [
-        Route(LOAD_MODEL, answered(load), methods=["POST"]),
-        Route(UNLOAD_MODEL, answered(unload), methods=["POST"]),
+        Route(LOAD_MODEL, catch_errors(load), methods=["POST"]),
+        Route(UNLOAD_MODEL, catch_errors(unload), methods=["POST"]),
     ]
 
 
@@ -82,6 +82,6 @@ def adapter_routes(context: EdgeContext) -> list[Route]:
         return json_response({"lora_name": body.lora_name, "removed": True})
 
     return [
-        Route(LOAD_ADAPTER, answered(load), methods=["POST"]),
-        Route(UNLOAD_ADAPTER, answered(unload), methods=["POST"]),
+        Route(LOAD_ADAPTER, catch_errors(load), methods=["POST"]),
+        Route(UNLOAD_ADAPTER, catch_errors(unload), methods=["POST"]),
     ]

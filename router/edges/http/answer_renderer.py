@@ -48,7 +48,7 @@ class AnswerRenderer(Generic[Body]):
         """Called before the first event."""
 
     def began(self, events: ClientBuffer) -> None:
-        """Whoever closes `events` ends the answers where they are."""
+        """Gets the call's buffer; closing it ends the answers early."""
 
     def collect(self, event: AnswerEvent) -> None:
         """Adds an event to `whole`."""

@@ -35,9 +35,9 @@ Result = TypeVar("Result")
 
 
 @contextlib.asynccontextmanager
-async def arriving(seconds: float) -> AsyncIterator[None]:
-    """While a body is received: turns one that is late, or a client that has gone, into its
-    error."""
+async def receive_timeout(seconds: float) -> AsyncIterator[None]:
+    """Limits the time to receive a body: raises a 408 for a late one, and Cancelled for a client
+    that has gone."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -66,7 +66,7 @@ async def parse_body(
             f"the body must not be compressed: Content-Encoding is {shown(coding)}",
             {"accept-encoding": "identity"},
         )
-    async with arriving(BODY_SECONDS):
+    async with receive_timeout(BODY_SECONDS):
         content = await _receive(http)
 
     def decode() -> Result:
@@ -80,17 +80,17 @@ async def parse_body(
 
 async def _receive(http: HttpRequest) -> bytes:
     content = bytearray()
-    async for chunk in bounded(http, MAX_REQUEST_BYTES, "the body"):
+    async for chunk in body_chunks(http, MAX_REQUEST_BYTES, "the body"):
         content += chunk
     return bytes(content)
 
 
-async def bounded(
+async def body_chunks(
     http: HttpRequest, most: int, what: str, margin: int = 0
 ) -> AsyncGenerator[bytes, None]:
-    """A body's chunks, up to `most` bytes and `margin` around what counts. Of a larger one the rest
-    is received too, within limits: most clients send all of it before they read, and lose the
-    answer if the connection is closed under them."""
+    """A body's chunks, up to `most` bytes and a `margin` for what surrounds a file. The rest of a
+    larger body is received and dropped, within limits: most clients send all of it before they
+    read, and lose the answer if the connection is closed meanwhile."""
     refused = HTTPException(413, f"{what} must have at most {most} bytes", {"connection": "close"})
     limit, announced, received = most + margin, _announced(http), 0
     if announced > limit and "expect" in http.headers:  # the client asks before it sends
@@ -146,6 +146,6 @@ def _parse_integer(digits: str) -> int:
 
 
 def _model_of(body: Json) -> str:
-    """Checked before the rest of the body, which refuses what is no name."""
+    """For a check before the rest is parsed, which refuses a wrong name."""
     name = body.get("model")
     return name if isinstance(name, str) and len(name) <= MAX_NAME else ""

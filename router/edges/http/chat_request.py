@@ -79,7 +79,7 @@ def joined(content: str | Sequence[WithText] | None) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-# Chat templates know no developer, which is what OpenAI's newer models call the system.
+# Chat templates have no developer role, OpenAI's newer name of system.
 TEMPLATE_ROLES = {"developer": "system"}
 
 
@@ -107,7 +107,7 @@ class ChatMessage(StrictModel):
     reasoning_content: PromptText | None = about("The assistant's reasoning.")
 
     def to_message(self, place: int) -> Message:
-        """Raises what the fields together get wrong; `place` is the message's."""
+        """Raises for fields that contradict each other; `place` is the message's index."""
         content = self.content
         if self.role == "function" or self.function_call:
             path = f"messages[{place}]"
@@ -139,7 +139,7 @@ def _invalid(place: int, field: str, message: str) -> InvalidRequest:
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# What templates see anyway.
+# Names that templates get anyway.
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
@@ -194,7 +194,7 @@ def _tool_choice_tag(choice: object) -> str:
 
 
 def known_choice(tag: Callable[[object], str]) -> BeforeValidator:
-    """Refuses a choice that is tagged as a mode and is none."""
+    """Refuses a choice that is tagged as a mode but is not one."""
 
     def check(choice: object) -> object:
         if tag(choice) == "<mode>" and choice not in ("none", "auto", "required"):
@@ -216,7 +216,7 @@ ToolChoice = Annotated[
 
 
 class ChatFields(RequestModel):
-    """What a chat's prompt is made of besides its messages, for chats and /tokenize."""
+    """The fields of a chat's prompt besides its messages, for chats and /tokenize."""
 
     tools: Annotated[list[ChatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = about(
         "Functions that the model may ask the caller to call.", ()

@@ -54,8 +54,8 @@ def request_id_of(http: HttpRequest, prefix: str = "") -> str:
     return given if _REQUEST_ID.fullmatch(given) else f"{prefix}{uuid.uuid4().hex}"
 
 
-def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
-    """An endpoint whose errors become responses, and whose responses carry an id."""
+def catch_errors(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
+    """Turns an endpoint's errors into responses, and adds the request id to every response."""
 
     async def call(http: HttpRequest) -> Response:
         request_id = request_id_of(http)
@@ -177,7 +177,7 @@ class _Answering:
         return self.renderer.ending()
 
     async def _first_delta(self, events: ClientBuffer) -> AnswerEvent | None:
-        """Until it, an error still has a status of its own. None where the call is stopped."""
+        """Before it, an error can still have its own status. None if the call is stopped."""
         async for event in events:
             if not isinstance(event, pb.Started):
                 return event

@@ -47,7 +47,7 @@ from baton.router.edges.http.embeddings import EmbeddingsRenderer
 from baton.router.edges.http.endpoint import (
     Endpoint,
     GenerationEndpoint,
-    answered,
+    catch_errors,
     json_response,
     query_limit,
     request_id_of,
@@ -166,29 +166,29 @@ class HttpApp:
             Route(MESSAGES_PATH, messages, methods=["POST"]),
             Route(
                 f"{MESSAGES_PATH}/count_tokens",
-                answered(self._count_tokens, "messages"),
+                catch_errors(self._count_tokens, "messages"),
                 methods=["POST"],
             ),
             *responses_routes(self._context),
             *self._batches.routes(),
             *model_routes(self._followed),
-            Route("/v1/models", answered(self._models)),
-            Route("/v1/models/{name:path}", answered(self._model, "model")),
+            Route("/v1/models", catch_errors(self._models)),
+            Route("/v1/models/{name:path}", catch_errors(self._model, "model")),
             *adapter_routes(self._context),
-            Route("/v1/cluster", answered(self._cluster)),
-            Route("/v1/diagnosis", answered(self._diagnosis)),
-            Route("/v1/trends", answered(self._trends)),
-            Route("/v1/requests", answered(self._recent)),
-            Route("/v1/requests/{request_id:path}/timing", answered(self._timing)),
-            Route("/tokenize", answered(self._tokenize), methods=["POST"]),
-            Route("/detokenize", answered(self._detokenize, "tokens"), methods=["POST"]),
-            Route("/tokenizer_info", answered(self._tokenizer_info)),
+            Route("/v1/cluster", catch_errors(self._cluster)),
+            Route("/v1/diagnosis", catch_errors(self._diagnosis)),
+            Route("/v1/trends", catch_errors(self._trends)),
+            Route("/v1/requests", catch_errors(self._recent)),
+            Route("/v1/requests/{request_id:path}/timing", catch_errors(self._timing)),
+            Route("/tokenize", catch_errors(self._tokenize), methods=["POST"]),
+            Route("/detokenize", catch_errors(self._detokenize, "tokens"), methods=["POST"]),
+            Route("/tokenizer_info", catch_errors(self._tokenizer_info)),
             Route("/health", _plain(lambda: {"status": "ok"})),
             Route("/ready", _plain(self._ready)),
             Route("/version", _plain(lambda: {"version": __version__})),
-            Route("/metrics", answered(self._metrics)),
-            Route(TARGETS, answered(self._targets)),
-            Route("/openapi.json", answered(self._openapi)),
+            Route("/metrics", catch_errors(self._metrics)),
+            Route(TARGETS, catch_errors(self._targets)),
+            Route("/openapi.json", catch_errors(self._openapi)),
         ]
 
     async def _not_found(self, http: HttpRequest, error: Exception) -> Response:
@@ -309,7 +309,7 @@ def _plain(get: Callable[[], Json]) -> Endpoint:
     async def endpoint(http: HttpRequest) -> Response:
         return json_response(get())
 
-    return answered(endpoint)
+    return catch_errors(endpoint)
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:

@@ -1,5 +1,5 @@
-"""Uvicorn on the router's event loop, with bounds on what a client may do without a request, and
-JSON errors for what is no HTTP.
+"""Uvicorn on the router's event loop, with limits for clients that send no request, and JSON errors
+for invalid HTTP.
 
 start()  listens
 stop()   takes no more calls, ends those in progress and closes
@@ -79,7 +79,7 @@ class ChunkingConnection(h11.Connection):
 
 
 class BoundedConnection(H11Protocol):
-    """Uvicorn's protocol, which would wait for ever for the rest of a head."""
+    """Uvicorn's protocol with a time limit for request heads, and writes without a task."""
 
     conn: ChunkingConnection
     _timer: asyncio.TimerHandle | None = None
@@ -110,7 +110,7 @@ class BoundedConnection(H11Protocol):
         self.transport.write(self.conn.frame(content))
 
     def send_400_response(self, msg: str) -> None:
-        """Uvicorn's answer to what is no HTTP, as JSON and with its own status."""
+        """Uvicorn's answer to invalid HTTP, as JSON and with its own status."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and self.conn.refusal:
             self.transport.write(self._refused(self.conn.refusal))
         self.transport.close()
@@ -131,8 +131,8 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
-        # It has this connection. Without a cycle it is freed now, and not with thousands of others
-        # in a pause of 40 ms.
+        # It refers to this connection. Without the cycle, that is freed now, and not by the garbage
+        # collector in a pause of 40 ms with thousands of others.
         self.app_state = {}
 
     def _watch(self) -> None:

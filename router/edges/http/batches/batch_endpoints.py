@@ -21,8 +21,8 @@ from baton.core.errors import InvalidRequest, NotServed
 from baton.core.proto_json import Json
 from baton.router.edges.http.batches.batch_store import BatchObject, BatchStore
 from baton.router.edges.http.batches.file_store import FileObject, unknown
-from baton.router.edges.http.body import arriving, bounded, parse_body
-from baton.router.edges.http.endpoint import answered, json_response, query_limit
+from baton.router.edges.http.body import body_chunks, parse_body, receive_timeout
+from baton.router.edges.http.endpoint import catch_errors, json_response, query_limit
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import (
     RequestModel,
@@ -107,12 +107,12 @@ class BatchEndpoints:
         one_file, one_batch = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
         # One route for all methods: a refused method's Allow header lists those of its route.
         return [
-            Route("/v1/files", answered(self._files, "file"), methods=["GET", "POST"]),
-            Route(one_file, answered(self._file), methods=["GET", "DELETE"]),
-            Route(f"{one_file}/content", answered(self._content)),
-            Route("/v1/batches", answered(self._batches), methods=["GET", "POST"]),
-            Route(one_batch, answered(self._batch)),
-            Route(f"{one_batch}/cancel", answered(self._cancel), methods=["POST"]),
+            Route("/v1/files", catch_errors(self._files, "file"), methods=["GET", "POST"]),
+            Route(one_file, catch_errors(self._file), methods=["GET", "DELETE"]),
+            Route(f"{one_file}/content", catch_errors(self._content)),
+            Route("/v1/batches", catch_errors(self._batches), methods=["GET", "POST"]),
+            Route(one_batch, catch_errors(self._batch)),
+            Route(f"{one_batch}/cancel", catch_errors(self._cancel), methods=["POST"]),
         ]
 
     @property
@@ -193,10 +193,10 @@ async def _form(http: HttpRequest) -> FormData:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HTTPException(415, "the header Content-Type must be multipart/form-data")
-    chunks = bounded(http, MAX_FILE_BYTES, "a file", _MARGIN)
+    chunks = body_chunks(http, MAX_FILE_BYTES, "a file", _MARGIN)
     parser = MultiPartParser(http.headers, chunks, max_files=1, max_fields=MAX_FORM_FIELDS)
     try:
-        async with arriving(UPLOAD_SECONDS):
+        async with receive_timeout(UPLOAD_SECONDS):
             return await parser.parse()
     except MultiPartException as error:
         raise InvalidRequest(f"the body cannot be parsed: {error.message}") from None

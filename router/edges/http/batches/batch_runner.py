@@ -44,7 +44,7 @@ from baton.router.edges.http.batches.batch_store import (
     BatchStore,
     BatchUsage,
 )
-from baton.router.edges.http.batches.spare_capacity import SpareCapacity, Turn
+from baton.router.edges.http.batches.spare_capacity import Permit, SpareCapacity
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION
 
@@ -80,11 +80,11 @@ class BatchRunner:
             await cancel_all(ticking, *self._owners.values())
 
     async def _follow(self, lock: int) -> None:
-        """Starts what there is to run, once the lock is this router's."""
+        """Starts batches, once this router holds the lock."""
         held, swept = False, 0.0
         while True:
             try:
-                held = held or _take(lock)
+                held = held or _try_lock(lock)
                 if held and time.monotonic() > swept + SWEEP_SECONDS:
                     swept = time.monotonic()
                     await asyncio.to_thread(self._store.sweep)
@@ -101,7 +101,7 @@ class BatchRunner:
             while batch := await asyncio.to_thread(self._store.unfinished, owner):
                 await self._run_batch(owner, batch)
         except Exception:
-            # Such as a full disk. It is tried again.
+            # Such as a full disk. The batch is tried again.
             log.exception("a batch of %r is interrupted", owner)
             await asyncio.sleep(LONGEST_PAUSE)
 
@@ -132,15 +132,15 @@ class BatchRunner:
     async def _run_lines(self, results: Results, path: Path) -> BatchStatus:
         """Returns how the batch ends. What is left then is not run."""
         lines = asyncio.create_task(self._run_all(results, path))
-        told = asyncio.create_task(self._watch(results))
+        watching = asyncio.create_task(self._watch(results))
         try:
-            await asyncio.wait((told, lines), return_when=asyncio.FIRST_COMPLETED)
-            if told.done():
-                return told.result()
+            await asyncio.wait((watching, lines), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                return watching.result()
             lines.result()
             return "completed"
         finally:
-            await cancel_all(lines, told)
+            await cancel_all(lines, watching)
 
     async def _watch(self, results: Results) -> BatchStatus:
         """Returns when the batch is cancelled or out of time."""
@@ -158,22 +158,22 @@ class BatchRunner:
         try:
             async with asyncio.TaskGroup() as lines:
                 while line := await asyncio.to_thread(next, pending, None):
-                    turn = await self._spare.take(
+                    permit = await self._spare.acquire(
                         results.owner, f"batch_req_{uuid.uuid4().hex}", line.model
                     )
-                    lines.create_task(self._run_line(results, line, turn))
+                    lines.create_task(self._run_line(results, line, permit))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def _run_line(self, results: Results, line: BatchLine, turn: Turn) -> None:
+    async def _run_line(self, results: Results, line: BatchLine, permit: Permit) -> None:
         """Until it is answered."""
-        pause, request_id = 1.0, turn.request_id
+        pause, request_id = 1.0, permit.request_id
         try:
             while True:
-                answer = await self._spare.call(turn, self._call(results.owner, line, request_id))
+                answer = await self._spare.call(permit, self._call(results.owner, line, request_id))
                 if answer is None:
-                    self._spare.leave(turn)
-                    turn = await self._spare.take(results.owner, request_id, line.model)
+                    self._spare.release(permit)
+                    permit = await self._spare.acquire(results.owner, request_id, line.model)
                 elif not answer[0] or answer[0] in TRANSIENT:
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)
@@ -181,7 +181,7 @@ class BatchRunner:
                     results.add(answer[0], answer_line(line.custom_id, request_id, *answer))
                     return
         finally:
-            self._spare.leave(turn)
+            self._spare.release(permit)
 
     async def _call(self, owner: str, line: BatchLine, request_id: str) -> tuple[int, bytes]:
         try:
@@ -200,7 +200,7 @@ class BatchRunner:
         if status == "expired":
             await asyncio.to_thread(results.expire, path)
         usage = await asyncio.to_thread(results.usage)
-        output, errors = await asyncio.to_thread(results.announce)
+        output, errors = await asyncio.to_thread(results.publish)
         changes = {"output_file_id": output, "error_file_id": errors, "usage": usage}
         await asyncio.to_thread(self._store.end, owner, batch, status, changes)
 
@@ -242,7 +242,7 @@ class Results:
         self._counts["failed" if failed else "completed"] += 1
 
     def expire(self, path: Path) -> None:
-        """What was not answered in time has its result too."""
+        """Adds a result for each line that was not answered in time."""
         self._done = set().union(*map(finished_ids, self._paths))
         message = "the completion window was over before this request could run"
         for line in self.pending(path):
@@ -250,7 +250,7 @@ class Results:
             self.add(0, failure_line(line.custom_id, request_id, "batch_expired", message))
 
     def usage(self) -> BatchUsage:
-        """Of all answers, those before a restart too."""
+        """Of all answers, including those before a restart."""
         counts = count_tokens(self._paths[0])
         return {
             "input_tokens": counts.input,
@@ -260,8 +260,8 @@ class Results:
             "total_tokens": counts.input + counts.output,
         }
 
-    def announce(self) -> tuple[str | None, str | None]:
-        """Makes the files known to the owner. Returns their ids; an empty one is removed."""
+    def publish(self) -> tuple[str | None, str | None]:
+        """Publishes the files to the owner. Returns their ids; an empty one is removed."""
         files, keep = self._store.files, self._store.files.keep_seconds
         if expiry := self.batch.get("output_expires_after"):
             keep = min(keep, expiry["seconds"])
@@ -269,7 +269,7 @@ class Results:
         for file, identity, path in zip(self._files, self._ids, self._paths, strict=True):
             os.fsync(file)
             if path.stat().st_size:
-                files.announce(self.owner, identity, f"{identity}.jsonl", "batch_output", keep)
+                files.publish(self.owner, identity, f"{identity}.jsonl", "batch_output", keep)
                 found.append(identity)
             else:
                 path.unlink()
@@ -294,8 +294,8 @@ def _error(
     return {"code": code, "line": line, "message": message, "param": param or None}
 
 
-def _take(lock: int) -> bool:
-    """The system releases it when the process dies."""
+def _try_lock(lock: int) -> bool:
+    """Returns whether it is held. The kernel releases it when the process dies."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

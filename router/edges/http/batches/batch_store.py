@@ -4,8 +4,8 @@
         │               └─ cancelling, or out of time ─▶ cancelled, expired
         └─▶ failed
 
-Whoever runs batches writes ID.json, and nobody else does once it exists: to cancel a batch, an
-ID.cancel is put beside it.
+Only the router that runs batches writes an existing ID.json. To cancel a batch, ID.cancel is put
+beside it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class BatchStore:
     def batches(self, owner: str) -> list[BatchObject]:
         """Newest first."""
         kept = read_all(self.files.folder(owner), "batch_*.json")
-        found = (self._seen(owner, batch) for batch in kept)
+        found = (self._with_cancellation(owner, batch) for batch in kept)
         return sorted(found, key=lambda batch: (batch["created_at"], batch["id"]), reverse=True)
 
     def batch(self, owner: str, batch_id: str) -> BatchObject:
@@ -154,10 +154,10 @@ class BatchStore:
             content = self.files.path(owner, batch_id, ".json").read_bytes()
         except FileNotFoundError:
             raise unknown(batch_id) from None
-        return self._seen(owner, json.loads(content))
+        return self._with_cancellation(owner, json.loads(content))
 
-    def _seen(self, owner: str, batch: BatchObject) -> BatchObject:
-        """A batch with the news that its runner has not recorded yet."""
+    def _with_cancellation(self, owner: str, batch: BatchObject) -> BatchObject:
+        """A batch with a cancellation that its runner has not recorded yet."""
         if batch["status"] in _CANCELLABLE and (at := self.cancelled_at(owner, batch["id"])):
             batch["status"], batch["cancelling_at"] = "cancelling", at
         return batch
@@ -176,7 +176,7 @@ class BatchStore:
         return self.batch(owner, batch_id)
 
     def unfinished(self, owner: str) -> BatchObject | None:
-        """The oldest that has not ended. Asked often: what has ended is read once."""
+        """The oldest that has not ended. Called often: an ended batch is read once."""
         found = []
         for path in self.files.folder(owner).glob("batch_*.json"):
             if path.stem not in self._ended:

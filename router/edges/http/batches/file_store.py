@@ -25,7 +25,7 @@ from baton.router.edges.http.answer_renderer import encode
 _TENANT = "tenant-"
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-output|-errors)?")
 _ABANDONED_SECONDS = 86400.0
-"""After which a file that nobody announced counts as an upload that was cut off."""
+"""After which a file that was not published counts as an upload that was cut off."""
 
 Purpose = Literal["batch", "batch_output"]
 
@@ -63,7 +63,7 @@ class FileStore:
         return self._folder / f"{_TENANT}{owner}"
 
     def path(self, owner: str, identity: str, suffix: str) -> Path:
-        """Where something of a caller is, or will be. Raises UnknownRequest for what is no id."""
+        """A caller's file, which need not exist. Raises UnknownRequest for a wrong id."""
         if not _ID.fullmatch(identity):
             raise unknown(identity)
         return self.folder(owner) / f"{identity}{suffix}"
@@ -83,12 +83,12 @@ class FileStore:
             shutil.copyfileobj(content, copy, 2**20)
             copy.flush()
             os.fsync(copy.fileno())
-        return self.announce(owner, file_id, filename, "batch", keep)
+        return self.publish(owner, file_id, filename, "batch", keep)
 
-    def announce(
+    def publish(
         self, owner: str, file_id: str, filename: str, purpose: Purpose, keep: float
     ) -> FileObject:
-        """A file is complete, and from now on there for its owner."""
+        """Makes a complete file visible to its owner."""
         now = int(time.time())
         file: FileObject = {
             "id": file_id,
@@ -154,7 +154,7 @@ def unknown(identity: str) -> UnknownRequest:
 
 
 def write_json(path: Path, value: object, *, durable: bool = True) -> None:
-    """Replaces a file at once; unless `durable`, not for certain before a power cut."""
+    """Replaces a file atomically; unless `durable`, a power cut may undo it."""
     fresh = path.with_suffix(".part")
     with fresh.open("wb") as file:
         file.write(encode(value))

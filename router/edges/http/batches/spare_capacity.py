@@ -27,7 +27,7 @@ from baton.router.workers.link import WorkerLink
 
 TICK_SECONDS = 0.01
 IDLE_SECONDS = 0.2
-"""Between two looks, with and without requests of batches."""
+"""Poll intervals, with and without requests of batches."""
 
 SPARE_PAGES = 0.25
 """Share of a decode worker's pages that is left to other requests."""
@@ -39,8 +39,8 @@ Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
-    """A request's leave to run."""
+class Permit:
+    """A request's permission to run."""
 
     owner: str
     request_id: str
@@ -71,35 +71,35 @@ class SpareCapacity:
         # At most half of all requests: batches never make the router refuse others.
         self._limit = min(config.batches.max_requests, max(1, config.router.max_requests // 2))
         self._backlog = max(1, config.router.worker_backlog // 2)
-        self._waiting: deque[Turn] = deque()
-        self._running: list[Turn] = []  # the oldest first
+        self._waiting: deque[Permit] = deque()
+        self._running: list[Permit] = []  # the oldest first
         self._yielded_at = 0.0
 
-    async def take(self, owner: str, request_id: str, model: str) -> Turn:
-        """Waits until a request may start, in order of calls for its model. The caller leaves in
-        the end."""
-        turn = Turn(owner, request_id, model, asyncio.get_running_loop().create_future())
-        self._waiting.append(turn)
+    async def acquire(self, owner: str, request_id: str, model: str) -> Permit:
+        """Waits until a request may start, in order of calls for its model. The caller releases
+        the permit."""
+        permit = Permit(owner, request_id, model, asyncio.get_running_loop().create_future())
+        self._waiting.append(permit)
         try:
-            await turn.granted
+            await permit.granted
         except asyncio.CancelledError:
-            self.leave(turn)
+            self.release(permit)
             raise
-        return turn
+        return permit
 
-    def leave(self, turn: Turn) -> None:
-        """No effect on a turn that is over."""
-        for turns in (self._waiting, self._running):
-            if turn in turns:
-                turns.remove(turn)
+    def release(self, permit: Permit) -> None:
+        """Has no effect on a released permit."""
+        for permits in (self._waiting, self._running):
+            if permit in permits:
+                permits.remove(permit)
 
-    async def call(self, turn: Turn, work: Coroutine[None, None, Result]) -> Result | None:
+    async def call(self, permit: Permit, work: Coroutine[None, None, Result]) -> Result | None:
         """Runs the request. None where it gave way to others."""
-        turn.ledger = None
-        call = turn.call = asyncio.create_task(work)
+        permit.ledger = None
+        call = permit.call = asyncio.create_task(work)
         try:
             await asyncio.wait([call])
-            return None if turn.yielded and call.cancelled() else call.result()
+            return None if permit.yielded and call.cancelled() else call.result()
         finally:
             await cancel_all(call)
 
@@ -107,32 +107,32 @@ class SpareCapacity:
         while True:
             busy = self._running or self._waiting
             await asyncio.sleep(TICK_SECONDS if busy else IDLE_SECONDS)
-            for turn in self._running:
+            for permit in self._running:
                 ledgers = self._activity.ledgers
-                turn.ledger = turn.ledger or ledgers.find(turn.request_id, turn.owner)
+                permit.ledger = permit.ledger or ledgers.find(permit.request_id, permit.owner)
             self._give_way()
             self._grant()
 
     def _grant(self) -> None:
         full: set[ServedModel] = set()
-        for turn in list(self._waiting):
-            model = self._find(turn)
+        for permit in list(self._waiting):
+            model = self._find(permit)
             # An unknown model's request ends with its error at once.
             if model and (model in full or not self._has_room(model)):
                 full.add(model)
                 continue
-            self._waiting.remove(turn)
-            if not turn.granted.done():  # or its batch was cancelled
-                self._running.append(turn)
-                turn.granted.set_result(None)
+            self._waiting.remove(permit)
+            if not permit.granted.done():  # or its batch was cancelled
+                self._running.append(permit)
+                permit.granted.set_result(None)
 
-    def _find(self, turn: Turn) -> ServedModel | None:
+    def _find(self, permit: Permit) -> ServedModel | None:
         with contextlib.suppress(InvalidRequest):
-            return self._models.find(turn.model)
+            return self._models.find(permit.model)
         return None
 
-    def _running_on(self, model: ServedModel) -> list[Turn]:
-        return [turn for turn in self._running if self._find(turn) is model]
+    def _running_on(self, model: ServedModel) -> list[Permit]:
+        return [permit for permit in self._running if self._find(permit) is model]
 
     def _has_room(self, model: ServedModel) -> bool:
         prefill = list(model.membership.usable(Role.PREFILL))
@@ -141,8 +141,8 @@ class SpareCapacity:
             len(self._running) < self._limit
             and not self._activity.draining
             and model.serving.admission.queued == 0
-            # Those may find the same worker empty.
-            and sum(not turn.placed for turn in self._running_on(model)) <= len(prefill)
+            # Requests that are not placed yet may pick the same idle worker.
+            and sum(not permit.placed for permit in self._running_on(model)) <= len(prefill)
             and any(self._takes_prompts(link) for link in prefill or decode)
             and any(_is_spare(link) for link in decode)
         )
@@ -155,24 +155,24 @@ class SpareCapacity:
         if now < self._yielded_at + YIELD_SECONDS:
             return
         for model in self._models:
-            turns = self._running_on(model)
-            others = model.serving.active - sum(len(turn.answers) for turn in turns)
-            if others > 0 and _others_wait(model, turns):
+            permits = self._running_on(model)
+            others = model.serving.active - sum(len(permit.answers) for permit in permits)
+            if others > 0 and _others_wait(model, permits):
                 self._yielded_at = now
-                _yield_youngest(turns)
+                _yield_youngest(permits)
 
 
-def _others_wait(model: ServedModel, own: Sequence[Turn]) -> bool:
+def _others_wait(model: ServedModel, own: Sequence[Permit]) -> bool:
     """In the router, where requests of batches are counted too, or in a decode worker."""
     decode = model.membership.usable(Role.DECODE)
-    queued = sum(turn.queued for turn in own)
+    queued = sum(permit.queued for permit in own)
     return model.serving.admission.queued > queued or any(link.load.waiting for link in decode)
 
 
-def _yield_youngest(turns: Sequence[Turn]) -> None:
-    for turn in reversed(turns):
-        if turn.call and not turn.call.done():
-            turn.yielded = turn.call.cancel()
+def _yield_youngest(permits: Sequence[Permit]) -> None:
+    for permit in reversed(permits):
+        if permit.call and not permit.call.done():
+            permit.yielded = permit.call.cancel()
             return
 
 

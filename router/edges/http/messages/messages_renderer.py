@@ -86,7 +86,7 @@ class MessagesRenderer(BlockRenderer[MessagesRequest]):
         return encode(self._message())
 
     def _message(self) -> MessageAnswer:
-        """What is known of it: at the beginning of a stream neither content nor reason."""
+        """The message so far: when a stream begins, without content and stop reason."""
         finished = self._finished
         return {
             "id": self.id,
@@ -155,7 +155,7 @@ def _block(block: Block, text: str) -> MessageBlock:
 
 
 def _arguments(text: str) -> dict[str, object]:
-    """None where max_tokens cut them off."""
+    """Empty if max_tokens cut them off."""
     try:
         arguments = json.loads(text or "{}")
     except ValueError:

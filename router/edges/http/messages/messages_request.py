@@ -38,8 +38,8 @@ from baton.router.edges.http.request_model import (
 )
 
 BILLING = "x-anthropic-billing-header:"
-"""Begins a system block which some clients change with every call. The model does not see it: no
-prompt would share a page with another."""
+"""Begins a system block that some clients change with every call. The model does not see it, or no
+two prompts would share a page."""
 
 
 @with_config(ConfigDict(strict=True))
@@ -63,7 +63,7 @@ class ThinkingPart(TypedDict):
 
 @with_config(ConfigDict(strict=True))
 class RedactedPart(TypedDict):
-    """Ignored: its reader is another server."""
+    """Ignored: only the server that wrote it can read it."""
 
     type: Literal["redacted_thinking"]
 
@@ -89,7 +89,7 @@ _PART_TYPES = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def _part_tag(part: object) -> str:
-    """What is of no served type is refused as a text of that type."""
+    """A part of an unknown type is validated as a text, which refuses its type."""
     kind = part.get("type") if isinstance(part, dict) else None
     return f"<{kind}>" if kind in _PART_TYPES else "<text>"
 
@@ -168,7 +168,7 @@ _SWITCHES = {"enabled": True, "disabled": False}
 
 
 class CountTokensRequest(RequestModel):
-    """What a prompt is made of."""
+    """The fields of a prompt."""
 
     model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
     messages: Annotated[

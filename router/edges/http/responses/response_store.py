@@ -1,7 +1,7 @@
-"""The responses that a router keeps, for those who ask for them or follow them.
+"""Stored responses, which callers get again or continue.
 
-In this router's memory, within a limit: the one that was not used for longest goes first. Every
-API key has its own.
+In this router's memory, within a limit: the least recently used is dropped first. Every API key has
+its own.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class StoredResponse:
 
 class RunningResponse(Protocol):
     def current(self) -> bytes:
-        """The response as far as it is made."""
+        """The response so far."""
 
     def cancel(self) -> bytes:
-        """Ends it where it is, and returns that."""
+        """Ends it, and returns what there is."""
 
 
 class ResponseStore:
@@ -53,7 +53,7 @@ class ResponseStore:
         self._running[owner, response_id] = response
 
     def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """In place of the running one."""
+        """Replaces the running one."""
         self._running.pop((owner, response_id), None)
         self._stored[owner, response_id] = response
         self._size += response.size

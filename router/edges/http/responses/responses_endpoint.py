@@ -1,4 +1,4 @@
-"""/v1/responses, and what is done with stored ones."""
+"""/v1/responses, and the endpoints of stored responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.core.proto_json import Json
 from baton.core.types import Request
 from baton.router.edges.auth import Caller
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.endpoint import GenerationEndpoint, answered, json_response
+from baton.router.edges.http.endpoint import GenerationEndpoint, catch_errors, json_response
 from baton.router.edges.http.responses.response_store import ResponseStore
 from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
 from baton.router.edges.http.responses.responses_request import ResponsesRequest
@@ -42,7 +42,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     ) -> ResponsesRenderer:
         renderer = ResponsesRenderer(body, requests)
         if body.store:
-            renderer.keep_in(self._store, caller.key.name)
+            renderer.store_in(self._store, caller.key.name)
         return renderer
 
 
@@ -64,6 +64,6 @@ def responses_routes(context: EdgeContext) -> list[Route]:
     return [
         Route(PATH, ResponsesEndpoint(context, store), methods=["POST"]),
         # One route for both: a refused method's Allow header lists those of its route.
-        Route(one, answered(stored), methods=["GET", "DELETE"]),
-        Route(f"{one}/cancel", answered(cancel), methods=["POST"]),
+        Route(one, catch_errors(stored), methods=["GET", "DELETE"]),
+        Route(f"{one}/cancel", catch_errors(cancel), methods=["POST"]),
     ]

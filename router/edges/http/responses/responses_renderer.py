@@ -145,7 +145,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         self._owner = ""
         self._buffer: weakref.ref[ClientBuffer] | None = None
 
-    def keep_in(self, store: ResponseStore, owner: str) -> None:
+    def store_in(self, store: ResponseStore, owner: str) -> None:
         """Stores the response when it has ended."""
         self._store, self._owner = store, owner
         store.run(owner, self.id, self)
@@ -165,11 +165,11 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
     def whole(self) -> bytes:
         body = self.current()
         if self._store:
-            kept = StoredResponse(body, (*self._conversation, self._said()))
+            kept = StoredResponse(body, (*self._conversation, self._output_message()))
             self._store.keep(self._owner, self.id, kept)
         return body
 
-    def _said(self) -> Message:
+    def _output_message(self) -> Message:
         return Message(
             "assistant",
             self._joined("text"),
@@ -186,7 +186,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         known = error["code"] == "rate_limit_exceeded"
         code = error["code"] if known else "server_error"
         self._error = {"code": code, "message": error["message"]}
-        return self._last("response.failed")
+        return self._final_event("response.failed")
 
     def _joined(self, kind: BlockKind) -> str:
         return "".join(each.text for each in self._blocks if each.kind == kind)
@@ -199,25 +199,27 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         item = self._item(block, "in_progress", [])
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind != "call":
-            yield self._of(block, "response.content_part.added", part=_part(block, ""))
+            yield self._item_event(block, "response.content_part.added", part=_part(block, ""))
 
     def _add(self, block: Block, text: str) -> bytes:
-        return self._of(block, _DELTAS[block.kind] + ".delta", delta=text, **_extras(block))
+        return self._item_event(block, _DELTAS[block.kind] + ".delta", delta=text, **_extras(block))
 
     def _close(self, block: Block) -> Iterator[bytes]:
         key = "arguments" if block.kind == "call" else "text"
         done = {key: block.text, **_extras(block)}
-        yield self._of(block, _DELTAS[block.kind] + ".done", **done)
+        yield self._item_event(block, _DELTAS[block.kind] + ".done", **done)
         if block.kind != "call":
-            yield self._of(block, "response.content_part.done", part=_part(block, block.text))
+            yield self._item_event(
+                block, "response.content_part.done", part=_part(block, block.text)
+            )
         item = self._item(block, self._item_status(block), [block])
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _end(self) -> Iterator[bytes]:
         completed = self._status == "completed"
-        yield self._last("response.completed" if completed else "response.incomplete")
+        yield self._final_event("response.completed" if completed else "response.incomplete")
 
-    def _last(self, name: str) -> bytes:
+    def _final_event(self, name: str) -> bytes:
         self.whole()
         return self._event(name, response=self._response())
 
@@ -225,7 +227,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         self._events += 1
         return server_event(name, {"sequence_number": self._events - 1, **content})
 
-    def _of(self, block: Block, name: str, **content: object) -> bytes:
+    def _item_event(self, block: Block, name: str, **content: object) -> bytes:
         """An event of a block's item."""
         place: dict[str, object] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":

@@ -78,7 +78,7 @@ class ReasoningItem(StrictModel):
 
 
 def _item_tag(item: object) -> str:
-    """What is of no served type is refused as a message of that type."""
+    """An item of an unknown type is validated as a message, which refuses its type."""
     kind = item.get("type") if isinstance(item, dict) else None
     known = ("function_call", "function_call_output", "reasoning")
     return f"<{kind}>" if kind in known else "<message>"
@@ -95,7 +95,7 @@ InputItem = Annotated[
 
 @dataclass(slots=True)
 class _Turn:
-    """The assistant's items in a row, which are one message of a chat."""
+    """Consecutive items of the assistant, which become one message of a chat."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -160,7 +160,7 @@ _Hosted = Literal["web_search", "web_search_preview"]
 
 
 class HostedTool(StrictModel):
-    """What a server may do by itself. This one does not, and the model is not told of it: agents
+    """A tool that servers run themselves. This one does not, and the model does not see it: agents
     offer it with every request."""
 
     type: _Hosted
