@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,11 @@ ONE_LINE: JsonCompileOptions = {
 
 KEPT_GRAMMARS = 256
 """Validated grammars that are remembered."""
+
+
+def json_structure(schema: Mapping[str, object] | None) -> Structure:
+    """JSON of this JSON Schema; any object where there is none."""
+    return ANY_OBJECT if schema is None else Structure("json_schema", json.dumps(schema))
 
 
 def grammar_of(structure: Structure) -> str:

@@ -34,9 +34,6 @@ Question 1: Turn the alarm on at 7
 Question 2: Turn the alarm off at 7
 Answer: {OTHER}"""
 
-AreSame = Callable[[str, str], Coroutine[None, None, bool]]
-"""Whether an earlier and a new question ask the same, by the served model. Raises BatonError."""
-
 
 def verification_chat(earlier: str, question: str) -> ChatPrompt:
     """What the model is asked. Models that reason are asked not to."""
@@ -48,7 +45,10 @@ def verification_chat(earlier: str, question: str) -> ChatPrompt:
 class Verification:
     """Of one question. At most one hit is verified, for at most `seconds`."""
 
-    def __init__(self, are_same: AreSame, seconds: float) -> None:
+    def __init__(
+        self, are_same: Callable[[str, str], Coroutine[None, None, bool]], seconds: float
+    ) -> None:
+        """`are_same` compares an earlier and a new question. It may raise BatonError."""
         self._are_same = are_same
         self._seconds = seconds
         self._ends = 0.0  # while the model is asked: when its answer is too late

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from baton.core import bounds
+from baton.core.bounds import MAX_INPUTS
 from baton.core.errors import InvalidRequest
 from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import Prompt, Request
@@ -33,7 +34,7 @@ from baton.router.edges.http.structure_fields import StructureFields
 DEFAULT_TOKENS = 16
 """The API's own default of /v1/completions."""
 
-MAX_CHOICES = 128
+MAX_CHOICES = MAX_INPUTS
 """Prompts times answers to each."""
 
 
@@ -85,14 +86,14 @@ OnePrompt = Annotated[
 ]
 _SomeText = Annotated[str, Field(min_length=1)]
 _SomeTokens = Annotated[list[TokenId], Field(min_length=1)]
-PromptInput = (
+_PromptInput = (
     _SomeText
     | _SomeTokens
-    | Annotated[list[_SomeText | _SomeTokens], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Annotated[list[_SomeText | _SomeTokens], Field(min_length=1, max_length=MAX_INPUTS)]
 )
 
 
-def as_prompts(value: object) -> object:
+def _as_prompts(value: object) -> object:
     if not isinstance(value, str | list):
         raise invalid(
             f"must be a string, a list of token ids, or a list of either, not {shown(value)}"
@@ -101,12 +102,15 @@ def as_prompts(value: object) -> object:
     return value if several else [value]
 
 
+Prompts = Annotated[
+    list[OnePrompt],
+    Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True),
+    BeforeValidator(_as_prompts, json_schema_input_type=_PromptInput),
+]
+
+
 class CompletionRequest(ChoicesRequest):
-    prompt: Annotated[
-        list[OnePrompt],
-        Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
-        BeforeValidator(as_prompts, json_schema_input_type=PromptInput),
-    ]
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = about(
         "The most tokens of one answer; 0, with echo or prompt_logprobs, scores the prompt."
     )

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from baton.core.bounds import MAX_INPUTS
 from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import Pooling, Request, Sampling
 from baton.router.answers.answer_events import AnswerEvent, EmbeddedInputs, Vector
 from baton.router.edges.http.answer_renderer import AnswerRenderer
-from baton.router.edges.http.completion_request import OnePrompt, PromptInput, as_prompts
+from baton.router.edges.http.completion_request import Prompts
 from baton.router.edges.http.generation_request import PromptRequest, ShortText
 from baton.router.edges.http.request_model import Unserved, about
 
 
 class EmbeddingsRequest(PromptRequest):
-    input: Annotated[
-        list[OnePrompt],
-        Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True),
-        BeforeValidator(as_prompts, json_schema_input_type=PromptInput),
-    ]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = about("base64: float32, little-endian.", "float")
     dimensions: int | None = about("Keep the first ones only.", ge=1, le=2**32 - 1)
     pooling: Literal["last", "mean"] | None = about(

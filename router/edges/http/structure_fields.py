@@ -12,14 +12,14 @@ from baton.core import bounds
 from baton.core.errors import InvalidRequest
 from baton.core.types import Structure
 from baton.router.edges.http.request_model import RequestModel, Unserved, about, invalid, shown
-from baton.router.prompts.output_grammar import ANY_OBJECT
+from baton.router.prompts.output_grammar import ANY_OBJECT, json_structure
 
-MAX_CHOICES = 1024
+MAX_CHOICE_TEXTS = 1024
 """Texts of which an answer is one."""
 
 StructureText = Annotated[str, Field(max_length=bounds.MAX_STRUCTURE)]
 ChoiceTexts = Annotated[
-    list[StructureText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)
+    list[StructureText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICE_TEXTS)
 ]
 
 
@@ -68,11 +68,8 @@ class ResponseFormat(RequestModel):
 
     @property
     def structure(self) -> Structure | None:
-        if self.type == "text":
-            return None
-        if self.json_schema is None or self.json_schema.json_schema is None:
-            return ANY_OBJECT
-        return Structure("json_schema", json.dumps(self.json_schema.json_schema))
+        schema = self.json_schema.json_schema if self.json_schema else None
+        return None if self.type == "text" else json_structure(schema)
 
 
 class StructuredOutputs(RequestModel):

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from baton.core import bounds
 from baton.core.generation_defaults import GenerationDefaults
-from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
+from baton.core.types import ChatPrompt, Message, Request, Tool, ToolCall
 from baton.router.edges.http.chat_request import (
     Content,
     Effort,
@@ -36,6 +36,7 @@ from baton.router.edges.http.request_model import (
     about,
     seconds_of,
 )
+from baton.router.prompts.output_grammar import json_structure
 
 BILLING = "x-anthropic-billing-header:"
 """Begins a system block that some clients change with every call. The model does not see it, or no
@@ -249,6 +250,6 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
             self.chat_prompt(),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
-            structure=Structure("json_schema", json.dumps(form.json_schema)) if form else None,
+            structure=json_structure(form.json_schema) if form else None,
         )
         return (request,)

@@ -37,7 +37,7 @@ from baton.router.edges.http.request_model import (
     invalid,
     shown,
 )
-from baton.router.prompts.output_grammar import ANY_OBJECT
+from baton.router.prompts.output_grammar import json_structure
 
 
 @with_config(ConfigDict(strict=True))
@@ -213,11 +213,8 @@ class TextFormat(StrictModel):
 
     @property
     def structure(self) -> Structure | None:
-        if self.type == "text":
-            return None
-        if self.type == "json_object" or self.json_schema is None:
-            return ANY_OBJECT
-        return Structure("json_schema", json.dumps(self.json_schema))
+        schema = self.json_schema if self.type == "json_schema" else None
+        return None if self.type == "text" else json_structure(schema)
 
 
 class TextConfig(RequestModel):
