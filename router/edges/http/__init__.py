@@ -6,7 +6,6 @@ http_app            API keys, routes, the page at /, and the endpoints that gene
 endpoint            one call that generates, from its body, within limits, to its last byte
 request_model       base of all bodies: strict types, errors with the field's path
 generation_request  fields of all generations
-structure_fields    fields that say what an answer must match
 completion_request  fields of answers with choices, and the body of /v1/completions
 chat_request        bodies of /v1/chat/completions, /tokenize and /detokenize
 answer_renderer     from an answer's events to bytes, for any API

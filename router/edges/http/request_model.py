@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
@@ -123,6 +124,17 @@ def seconds_of(duration: str) -> int:
     if not _DURATION.fullmatch(duration):
         raise invalid(f'must be a time such as "24h", not {shown(duration)}')
     return int(duration[:-1]) * _UNITS[duration[-1]]
+
+
+def tag_by_type(default: str, *known: str) -> Callable[[object], str]:
+    """Tags a union's value by its type. A value of another type is validated as `default`, which
+    refuses it."""
+
+    def tag(value: object) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        return f"<{kind if kind in known else default}>"
+
+    return tag
 
 
 def about(description: str, default: object = None, **constraints: Any) -> Any:

@@ -35,6 +35,7 @@ from baton.router.edges.http.request_model import (
     Unserved,
     about,
     seconds_of,
+    tag_by_type,
 )
 from baton.router.prompts.output_grammar import json_structure
 
@@ -86,22 +87,13 @@ class ToolResultPart(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-_PART_TYPES = ("thinking", "redacted_thinking", "tool_use", "tool_result")
-
-
-def _part_tag(part: object) -> str:
-    """A part of an unknown type is validated as a text, which refuses its type."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return f"<{kind}>" if kind in _PART_TYPES else "<text>"
-
-
 MessagePart = Annotated[
     Annotated[MarkedText, Tag("<text>")]
     | Annotated[ThinkingPart, Tag("<thinking>")]
     | Annotated[RedactedPart, Tag("<redacted_thinking>")]
     | Annotated[ToolUsePart, Tag("<tool_use>")]
     | Annotated[ToolResultPart, Tag("<tool_result>")],
-    Discriminator(_part_tag),
+    Discriminator(tag_by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result")),
 ]
 
 

@@ -36,6 +36,7 @@ from baton.router.edges.http.request_model import (
     about,
     invalid,
     shown,
+    tag_by_type,
 )
 from baton.router.prompts.output_grammar import json_structure
 
@@ -77,19 +78,12 @@ class ReasoningItem(StrictModel):
     summary: ItemParts | None = None
 
 
-def _item_tag(item: object) -> str:
-    """An item of an unknown type is validated as a message, which refuses its type."""
-    kind = item.get("type") if isinstance(item, dict) else None
-    known = ("function_call", "function_call_output", "reasoning")
-    return f"<{kind}>" if kind in known else "<message>"
-
-
 InputItem = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[CallOutputItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    Discriminator(_item_tag),
+    Discriminator(tag_by_type("message", "function_call", "function_call_output", "reasoning")),
 ]
 
 
@@ -192,11 +186,7 @@ class AllowedNames(StrictModel):
     tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1)]
 
 
-def _choice_tag(choice: object) -> str:
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    return f"<{kind}>" if kind in ("function", "allowed_tools") else "<mode>"
-
-
+_choice_tag = tag_by_type("mode", "function", "allowed_tools")
 ResponsesToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
     | Annotated[NamedTool, Tag("<function>")]
