@@ -46,9 +46,9 @@ class Caller:
     def admin(self) -> bool:
         return self.key.admin
 
-    def priority(self, asked: int) -> int:
+    def priority(self, requested: int) -> int:
         """The requested priority, but never before the key's own."""
-        return max(asked, self.key.priority)
+        return max(requested, self.key.priority)
 
     def check_model(self, model: str) -> None:
         """Raises PermissionDenied for a name that the key may not use, whether it is served or not:
@@ -59,10 +59,10 @@ class Caller:
                 f"this API key may not use the model {model!r}, only {allowed}", field="model"
             )
 
-    def semantic_similarity(self, asked: float | None, header: str) -> float | None:
+    def semantic_similarity(self, requested: float | None, header: str) -> float | None:
         """The least similarity at which a cached answer to another question may be used: the
         highest that the request, its header and the key state; None if none of them does."""
-        given = [each for each in (asked, self.key.semantic_similarity) if each is not None]
+        given = [each for each in (requested, self.key.semantic_similarity) if each is not None]
         if header:
             given.append(_parse_similarity(header))
         return max(given, default=None)

@@ -37,7 +37,7 @@ class CacheStore(Protocol):
 
     @property
     def reply_seconds(self) -> float:
-        """How long `get` takes, of late."""
+        """How long `get` takes: a moving average."""
 
     async def get(self, key: ResponseKey) -> bytes | None: ...
 

@@ -165,10 +165,10 @@ class Search(Protocol):
 
     @property
     def hold_seconds(self) -> float:
-        """How much longer the first token may be held back; 0 where nothing is worth it."""
+        """How much longer the first token may be held back; 0 unless a hit is being verified."""
 
     def note_held(self, seconds: float) -> None:
-        """The first token was held back so long."""
+        """Notes for how long the first token was held back."""
 
 
 async def found_or_computed(

@@ -55,8 +55,8 @@ class SemanticCache:
         embed: Embed,
         are_same: AreSame,
     ) -> Inquiry | None:
-        """None where only the same request may have its answer, or the caller allows no other:
-        which need not be asked in the shadow."""
+        """None where only the same request's answer may be used, or the caller allows no other;
+        the shadow needs no permission."""
         allowed = request.semantic_similarity
         if allowed is None and not self.shadow:
             return None
@@ -117,7 +117,7 @@ class Inquiry:
         self._cache.metrics.semantic_held.observe(seconds)
 
     def begin(self) -> None:
-        """Embeds the question while something else is awaited."""
+        """Starts to embed the question."""
         if self._embedding is None:
             self._embedding = asyncio.create_task(self._embedded())
 
@@ -161,7 +161,7 @@ class Inquiry:
         return decode(found.value, cache.seconds, found.similarity) if found else None
 
     async def _confirms(self, found: FoundResponse) -> bool:
-        """Whether an answer may be given, as far as the served model is asked."""
+        """Whether the served model confirms a hit; True where none is verified."""
         verification, similarity = self._verification, found.cache.similarity
         if verification is None:
             return True

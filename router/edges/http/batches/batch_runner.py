@@ -2,8 +2,8 @@
 
 One router at a time runs the batches of a folder: the one that holds its lock. Results are appended
 to a batch's files as they come. A router that takes over finds there which lines are done, and runs
-the others; a line that was under way runs again. Each API key has one batch under way, the oldest,
-and the keys take turns.
+the others; a line that was in progress runs again. Each API key has one batch in progress, the
+oldest, and the keys take turns.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BatchRunner:
         self._owners: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled; what is under way then is not recorded."""
+        """Runs until it is cancelled; lines in progress are not recorded then."""
         ticking = asyncio.create_task(self._spare.run())
         try:
             with self._store.files.lock_path.open("w") as lock:
