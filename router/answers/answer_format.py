@@ -20,8 +20,14 @@ from baton.router.answers.tool_formats import (
     ToolFormat,
     tool_format_of,
 )
-from baton.router.answers.tool_grammar import CallGrammar, SpecialId, literal
-from baton.router.prompts.output_grammar import after_reasoning, either, within
+from baton.router.prompts.output_grammar import (
+    CallGrammar,
+    SpecialId,
+    after_reasoning,
+    either,
+    literal,
+    within,
+)
 
 ReasoningMarkers = tuple[str, str]
 """Before and after reasoning."""
