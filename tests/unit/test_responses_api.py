@@ -15,7 +15,7 @@ from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, ToolCal
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.openapi import document
-from baton.router.edges.http.responses.response_store import ResponseStore, StoredResponse
+from baton.router.edges.http.responses.responses_endpoint import ResponseStore, StoredResponse
 from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
 from baton.router.edges.http.responses.responses_request import ResponsesRequest
 from baton.router.prompts.output_grammar import ANY_OBJECT
@@ -282,7 +282,7 @@ def test_an_error_within_a_stream_is_a_failed_response() -> None:
 
 def test_a_stored_response_is_followed_by_its_owner() -> None:
     store, made = ResponseStore(), renderer(instructions="Be brief.")
-    made.store_in(store, "me")
+    store.run("me", made)
     assert json.loads(store.body("me", made.id))["status"] == "in_progress"
     body = whole(CALLED, made)
     assert json.loads(store.body("me", made.id)) == body
@@ -309,7 +309,7 @@ def test_a_stored_response_is_followed_by_its_owner() -> None:
 
 async def test_a_running_response_is_cancelled() -> None:
     store, made, events = ResponseStore(), renderer(), ClientBuffer(10)
-    made.store_in(store, "me")
+    store.run("me", made)
     made.began(events)
     for event in (STARTED, AnswerDelta("x", [1])):
         made.collect(event)
@@ -321,7 +321,7 @@ async def test_a_running_response_is_cancelled() -> None:
 
 def test_a_response_that_nobody_waits_for_any_more_is_forgotten() -> None:
     store, made = ResponseStore(), renderer()
-    made.store_in(store, "me")
+    store.run("me", made)
     identity = made.id
     del made
     with pytest.raises(UnknownRequest):

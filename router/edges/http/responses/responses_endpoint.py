@@ -1,25 +1,108 @@
-"""/v1/responses, and the endpoints of stored responses."""
+"""/v1/responses, and stored responses, which callers get again or continue."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from baton.core.errors import InvalidRequest, UnknownRequest
 from baton.core.proto_json import Json
-from baton.core.types import Request
+from baton.core.types import Message, Request
 from baton.router.edges.auth import Caller
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.endpoint import GenerationEndpoint, catch_errors, json_response
-from baton.router.edges.http.responses.response_store import ResponseStore
 from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
 from baton.router.edges.http.responses.responses_request import ResponsesRequest
 from baton.router.served_models import ServedModel
 
 PATH = "/v1/responses"
+
+STORED_CHARACTERS = 64 * 2**20
+"""Of all responses together; each counts with the whole conversation before it."""
+
+_OVERHEAD = 1024
+"""Characters that a response counts besides its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    body: bytes
+    conversation: tuple[Message, ...]  # its input, what was before that, and its output
+
+    @property
+    def size(self) -> int:
+        messages = (_size(message) for message in self.conversation)
+        return _OVERHEAD + len(self.body) + sum(messages)
+
+
+class ResponseStore:
+    """In this router's memory, within a limit: the least recently used response is dropped first.
+    Every API key has its own."""
+
+    def __init__(self, limit: int = STORED_CHARACTERS) -> None:
+        self._limit = limit
+        self._size = 0
+        # By the API key's name and the response's id; the one used last is the last.
+        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        # Their calls own them.
+        self._running: WeakValueDictionary[tuple[str, str], ResponsesRenderer] = (
+            WeakValueDictionary()
+        )
+
+    def run(self, owner: str, response: ResponsesRenderer) -> None:
+        """Adds a running response, and keeps it when it has ended."""
+        name = response.id
+        self._running[owner, name] = response
+        response.on_end = lambda *content: self.keep(owner, name, StoredResponse(*content))
+
+    def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        """Replaces the running one."""
+        self._running.pop((owner, response_id), None)
+        self._stored[owner, response_id] = response
+        self._size += response.size
+        while self._size > self._limit:
+            _, oldest = self._stored.popitem(last=False)
+            self._size -= oldest.size
+
+    def conversation(self, owner: str, response_id: str) -> tuple[Message, ...]:
+        return self._find(owner, response_id, "previous_response_id").conversation
+
+    def body(self, owner: str, response_id: str) -> bytes:
+        running = self._running.get((owner, response_id))
+        return running.current() if running else self._find(owner, response_id).body
+
+    def delete(self, owner: str, response_id: str) -> None:
+        self._size -= self._find(owner, response_id).size
+        del self._stored[owner, response_id]
+
+    def cancel(self, owner: str, response_id: str) -> bytes:
+        running = self._running.get((owner, response_id))
+        if running:
+            return running.cancel()
+        self._find(owner, response_id)
+        raise InvalidRequest("this response has ended and cannot be cancelled", field="id")
+
+    def _find(self, owner: str, response_id: str, field: str = "id") -> StoredResponse:
+        key = owner, response_id
+        try:
+            self._stored.move_to_end(key)
+            return self._stored[key]
+        except KeyError:
+            raise UnknownRequest(
+                f"there is no response {response_id!r} in this router's memory", field=field
+            ) from None
+
+
+def _size(message: Message) -> int:
+    calls = sum(len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning) + calls
 
 
 class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
@@ -42,7 +125,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     ) -> ResponsesRenderer:
         renderer = ResponsesRenderer(body, requests)
         if body.store:
-            renderer.store_in(self._store, caller.key.name)
+            self._store.run(caller.key.name, renderer)
         return renderer
 
 

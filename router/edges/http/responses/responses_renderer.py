@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NotRequired
 
 from pydantic import BaseModel
@@ -21,7 +21,6 @@ from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import ResponseCacheUsage
 from baton.router.edges.http.block_renderer import Block, BlockKind, BlockRenderer, server_event
-from baton.router.edges.http.responses.response_store import ResponseStore, StoredResponse
 from baton.router.edges.http.responses.responses_request import ResponsesRequest, TextFormat
 from baton.v1 import inference_pb2 as pb
 
@@ -141,22 +140,19 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         self._events = 0
         self._error: ResponseErrorObject | None = None
         self._cancelled = False
-        self._store: ResponseStore | None = None
-        self._owner = ""
+        # Called with the response and the conversation to its end, when it has ended.
+        self.on_end: Callable[[bytes, tuple[Message, ...]], None] | None = None
         self._buffer: weakref.ref[ClientBuffer] | None = None
-
-    def store_in(self, store: ResponseStore, owner: str) -> None:
-        """Stores the response when it has ended."""
-        self._store, self._owner = store, owner
-        store.run(owner, self.id, self)
 
     def began(self, events: ClientBuffer) -> None:
         self._buffer = weakref.ref(events)
 
     def current(self) -> bytes:
+        """The response so far."""
         return encode(self._response())
 
     def cancel(self) -> bytes:
+        """Ends the response, and returns what there is."""
         self._cancelled = True
         if self._buffer and (buffer := self._buffer()):
             buffer.close()
@@ -164,9 +160,8 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
 
     def whole(self) -> bytes:
         body = self.current()
-        if self._store:
-            kept = StoredResponse(body, (*self._conversation, self._output_message()))
-            self._store.keep(self._owner, self.id, kept)
+        if self.on_end:
+            self.on_end(body, (*self._conversation, self._output_message()))
         return body
 
     def _output_message(self) -> Message:
