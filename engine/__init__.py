@@ -2,7 +2,7 @@
 
     sequence        a request's tokens and pages, as schedulers plan them
     page_pool       leases on pages; prefix_cache: known contents
-    page_groups     the pool of a model whose layers have different windows (layer_slices)
+    page_groups     the pool of a model whose layers have different windows
     second_tier     evicted pages, in rows (page_memory) and files (page_files); tier_copies
     step            a plan of chunks, and what a step returns
     engine          loads a model and launches plans

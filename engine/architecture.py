@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
+from baton.core.page_reach import LayerSlices, cut_layers
 from baton.engine.families import Family, LayerNorms, QueryKeyNorm
 from baton.engine.latent_config import LatentShape, latent_score_scale, parse_latent
-from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import ModelConfig, read_config
 from baton.engine.quantization_config import Quantization, parse_quantization
 from baton.engine.rope import Rope, extended_context, read_rope

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from baton.core.errors import InvalidConfig
+from baton.core.page_reach import LayerSlices, cut_layers
 from baton.engine.architecture import Architecture, Split, check_split, read_architecture
 from baton.engine.families import FAMILIES
-from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import read_stated
 from baton.kernels import GPU_SCALE_BYTES, SCALE_BYTES
 from baton.kernels.head_sizes import gpu_stored_bytes, stored_bytes

@@ -1,7 +1,7 @@
 """The page pool of a model whose layers have different windows.
 
 A lease of a sequence has a table of pages for each slice of the layers
-(engine/layer_slices.py). Tables without a window hold all pages, the others those that a query
+(core/page_reach.py). Tables without a window hold all pages, the others those that a query
 behind the last full page may see: `advance` returns the rest, and complete pages stay in the
 cache.
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.core.page_reach import LayerSlices
 from baton.core.types import Adapter
 from baton.engine.adapter_weights import load_adapter
 from baton.engine.architecture import Split
-from baton.engine.layer_slices import LayerSlices
 from baton.engine.logprobs import prompt_rows, score, score_prompts, store_prompt_scores
 from baton.engine.model import ChunkRows, Model, StepBatch
 from baton.engine.pooled_rows import pool_rows

@@ -38,16 +38,16 @@ class Group:
     def __init__(
         self,
         split: Split,
-        meeting_point: Path,
+        rendezvous: Path,
         others: Sequence[Connection] = (),
         *,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`meeting_point` is a file that does not exist yet; NCCL uses it throughout. `loaded` is
+        """`rendezvous` is a file that does not exist yet; NCCL uses it throughout. `loaded` is
         called before the ranks connect: on rank 0 it waits until all others have loaded, or
         raises why one cannot; on the others it reports to rank 0."""
         self.split = split
-        self._meeting_point = meeting_point
+        self._rendezvous = rendezvous
         self._others = others
         self._loaded = loaded
         self._device = torch.device("cpu")
@@ -56,7 +56,7 @@ class Group:
         """Returns when every rank is connected to every other. Sums are on `device`."""
         self._loaded()
         self._device = device
-        self._open(FileStore(str(self._meeting_point), self.split.size))
+        self._open(FileStore(str(self._rendezvous), self.split.size))
         self.wait()
 
     def broadcast(self, step: bytes) -> None:

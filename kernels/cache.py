@@ -7,7 +7,7 @@ numbers are the value. As codes, dim has the bytes of a head's codes and then th
 them, moves both.
 
 A layer reads and writes the memory as rows: its views start at its own offset, so the same row
-indices, made once per step, serve every layer of a slice (engine/layer_slices.py).
+indices, made once per step, serve every layer of a slice (core/page_reach.py).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _PendingPeer:
     """A decode worker that has not answered its introduction yet."""
 
     worker_id: str
@@ -63,19 +63,19 @@ class TransferPeers:
         self._deliver = deliver
         self._clock = clock
         self._workers: dict[str, str] = {}  # the decode workers' names, by agent
-        self._meetings: dict[str, _Meeting] = {}  # by agent
+        self._pending: dict[str, _PendingPeer] = {}  # by agent
         self._pools: dict[str, PoolAddress] = {}  # of the agents that may send pages
         self._reachable: set[str] = set()  # those of them whose beats are answered
 
     @property
-    def meeting(self) -> bool:
+    def connecting(self) -> bool:
         """Whether an introduction is to be answered."""
-        return bool(self._meetings)
+        return bool(self._pending)
 
     @property
     def deadline(self) -> float:
         """When `tick` has something to do; infinity when never."""
-        return min((each.deadline for each in self._meetings.values()), default=math.inf)
+        return min((each.deadline for each in self._pending.values()), default=math.inf)
 
     def connect(self, command: ConnectPeer, in_use: Collection[str]) -> None:
         """Connects a decode worker. `in_use` are agents that transfers still need."""
@@ -89,7 +89,7 @@ class TransferPeers:
         self._pools[agent] = pool
         self._reachable.add(agent)
         now = self._clock()
-        self._meetings.setdefault(agent, _Meeting(worker_id, now + ANSWER_SECONDS, now))
+        self._pending.setdefault(agent, _PendingPeer(worker_id, now + ANSWER_SECONDS, now))
 
     def introduced(self, peer: str, pool: PoolAddress) -> None:
         """Connects to a sender, so that its beats can be answered."""
@@ -106,14 +106,14 @@ class TransferPeers:
 
     def greeted(self, peer: str) -> None:
         """A decode worker has answered. A late answer connects it all the same."""
-        if meeting := self._meetings.pop(peer, None):
-            self._deliver(PeerConnected(meeting.worker_id, peer, None))
+        if pending := self._pending.pop(peer, None):
+            self._deliver(PeerConnected(pending.worker_id, peer, None))
 
     def can_answer(self, peer: str) -> bool:
         return peer in self._reachable
 
     def reach(self, agent: str) -> None:
-        """Connects to a lost peer that may be alive, to learn or to say how a push ended."""
+        """Connects to a lost peer that may be alive, to learn or to report how a push ended."""
         if agent in self._pools and agent not in self._reachable:
             with suppress(BatonError):
                 self._transport.connect(self._pools[agent])
@@ -123,17 +123,17 @@ class TransferPeers:
         self._reachable.discard(agent)
         if gone:
             self._pools.pop(agent, None)
-        self.part_from(agent)
+        self.drop(agent)
 
-    def part_from(self, agent: str) -> None:
+    def drop(self, agent: str) -> None:
         """Forgets a decode worker, which has to be connected again."""
-        met = self._meetings.pop(agent, None) is None
+        connected = self._pending.pop(agent, None) is None
         worker_id = self._workers.pop(agent, None)
         if worker_id is None:
             return
         error = Unavailable(f"{worker_id} does not answer the prefill worker's notes")
         ended = PeerDisconnected(worker_id, agent)
-        self._deliver(ended if met else PeerConnected(worker_id, agent, error))
+        self._deliver(ended if connected else PeerConnected(worker_id, agent, error))
 
     def introduce(self, agent: str) -> None:
         """Sends our address."""
@@ -146,11 +146,11 @@ class TransferPeers:
 
     def tick(self) -> None:
         now = self._clock()
-        for agent, meeting in list(self._meetings.items()):
-            if now >= meeting.until:
-                self.part_from(agent)
-            elif now >= meeting.introduce_at:
-                meeting.introduce_at = now + ANSWER_SECONDS / INTRODUCTIONS_PER_ANSWER
+        for agent, pending in list(self._pending.items()):
+            if now >= pending.until:
+                self.drop(agent)
+            elif now >= pending.introduce_at:
+                pending.introduce_at = now + ANSWER_SECONDS / INTRODUCTIONS_PER_ANSWER
                 self.introduce(agent)
 
     def _connect(self, address: PoolAddress) -> str:
@@ -168,5 +168,5 @@ class TransferPeers:
         for old in [old for old, name in self._workers.items() if name == worker_id]:
             if old != agent and old not in in_use:
                 del self._workers[old]
-                self._meetings.pop(old, None)
+                self._pending.pop(old, None)
                 self._transport.disconnect(old)

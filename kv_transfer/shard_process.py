@@ -178,15 +178,17 @@ def serve_shard(
 ) -> None:
     """A rank's end: returns when rank 0 has closed or has ended; the transport is then closed."""
     channel = _Channel(connection)
-    host = _Host(channel, transport, memory, heads)
+    server = _ShardServer(channel, transport, memory, heads)
     with suppress(EOFError, OSError):
-        while host.step():
+        while server.step():
             pass
     transport.close()
     channel.close()
 
 
-class _Host:
+class _ShardServer:
+    """Runs rank 0's commands on the shard's transport."""
+
     def __init__(
         self,
         channel: _Channel,

@@ -95,7 +95,7 @@ class Transfers:
     @property
     def expecting(self) -> bool:
         """Whether the transport has something to report soon."""
-        if self.peers.meeting or self._receivers:
+        if self.peers.connecting or self._receivers:
             return True
         return any(sender.expects for sender in self._senders.values())
 
@@ -273,7 +273,7 @@ class Transfers:
 
     def _fall_silent(self, peer: str, error: BatonError) -> None:
         """One push has found the peer silent; all pushes to it fail."""
-        self.peers.part_from(peer)
+        self.peers.drop(peer)
         for push in self._pushes_to(peer):
             self._perform(push, push.fail(error))
 

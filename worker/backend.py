@@ -170,7 +170,7 @@ class Backend:
         self.engine = settings.load(
             device=settings.device, group=self._ranks.group, progress=self._report_loading
         )
-        self._ranks.have_met()
+        self._ranks.have_connected()
 
     def _load_draft(self, role: Role) -> None:
         """On a prefill worker, checks that it could be loaded after a role switch."""

@@ -3,9 +3,9 @@ COPIES`, ranks 1 and up.
 
 The arguments are inherited sockets to rank 0, the worker itself (worker/ranks.py):
 
-    settings ─▶ load ─▶ None, or the error ─▶ meet the others ─▶ steps, until the socket ends
-                                                               ├─▶ transfers, on a thread
-                                                               └─▶ copies, on another
+    settings ─▶ load ─▶ None, or the error ─▶ connect ─▶ steps, until the socket ends
+                                                      ├─▶ transfers, on a thread
+                                                      └─▶ copies, on another
 
 It lives as long as rank 0 keeps the first two open. Signals are left to rank 0.
 Imports no torch at the top: the number of threads must be set first, and the
@@ -57,7 +57,7 @@ class RankSettings:
     # `Engine.load` for this worker, but for the device, the group and the progress.
     load: Callable[..., Engine]
     # A file that does not exist yet, in a folder that all ranks can write to.
-    meeting_point: str = ""
+    rendezvous: str = ""
     # The inherited memory file of the second tier's rows; None without a second tier.
     rows_file: int | None = None
 
@@ -131,7 +131,7 @@ def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
 
     _use(settings.device)
     make = NcclGroup if settings.own_devices else Group
-    group = make(settings.split, Path(settings.meeting_point), loaded=loaded)
+    group = make(settings.split, Path(settings.rendezvous), loaded=loaded)
     return settings.load(device=settings.device, group=group)
 
 

@@ -1,7 +1,7 @@
 """Ranks 1 and up: the other processes of a worker whose model is split. Rank 0 is the worker.
 
-    start ─▶ each loads its part ─▶ all meet ─▶ follow steps and transfers ─▶ close
-                  └────────────────────────────┴─ one ends ─▶ `on_lost`: the worker ends too
+    start ─▶ each loads its part ─▶ all connect ─▶ follow steps and transfers ─▶ close
+                  └────────────────────────────────┴─ one ends ─▶ `on_lost`: the worker ends too
 
 On GPUs each rank takes one of those that the worker sees, in order. Ranks share a GPU only
 where the configuration allows it, for tests.
@@ -134,18 +134,16 @@ class Ranks:
         self._steps: list[Connection] = []
         self._copies: list[Connection] = []
         self.shards: list[ShardProxy] = []  # the pages of ranks 1, 2, …
-        meeting_point = Path(self._folder.name) / "meeting"
+        rendezvous = Path(self._folder.name) / "rendezvous"
         self.settings = dataclasses.replace(
             settings,
-            meeting_point=str(meeting_point),
+            rendezvous=str(rendezvous),
             rows_file=os.memfd_create("baton-rows") if second_tier else None,
         )
         for rank, device in enumerate(devices[1:], start=1):
             self._start(dataclasses.replace(self.settings, rank=rank, device=device))
         make_group = NcclGroup if settings.own_devices else Group
-        self.group = make_group(
-            settings.split, meeting_point, self._steps, loaded=self._wait_loaded
-        )
+        self.group = make_group(settings.split, rendezvous, self._steps, loaded=self._wait_loaded)
 
     @property
     def pids(self) -> list[int]:
@@ -169,8 +167,8 @@ class Ranks:
             return self._lost.result(seconds)
         return None
 
-    def have_met(self) -> None:
-        """Removes the meeting point, which only NCCL needs any longer."""
+    def have_connected(self) -> None:
+        """Removes the rendezvous file, unless NCCL still needs it."""
         if not self.settings.own_devices:
             self._folder.cleanup()
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.page_reach import Window, first_page
-from baton.engine.layer_slices import cut_layers
+from baton.core.page_reach import Window, cut_layers, first_page
 
 
 def pattern(layers: int, every: int, window: int = 1024) -> list[Window]:

@@ -8,8 +8,7 @@ import pytest
 
 from baton.core.errors import Exhausted
 from baton.core.page_keys import slice_key
-from baton.core.page_reach import Window
-from baton.engine.layer_slices import cut_layers
+from baton.core.page_reach import Window, cut_layers
 from baton.engine.page_groups import GONE, GroupedLease, make_pool
 from baton.engine.page_pool import Lease, PagePool
 
