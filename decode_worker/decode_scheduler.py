@@ -40,7 +40,7 @@ BACKGROUND_SHARE = 4
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
-    """By priority, then the older first."""
+    """The order of requests: by priority, then the older first."""
     return sequence.work.priority, sequence.order
 
 
@@ -137,8 +137,8 @@ class DecodeScheduler:
         return granted
 
     def _cost_to_receive(self, sequence: Sequence) -> int:
-        """With a page for each request to grow, so that a new one does not cause a preemption at
-        once."""
+        """Includes a page for each request to grow, so that a new one does not cause a preemption
+        at once."""
         room = len(self._running) + len(self._ready) + len(self._travelling)
         cost = self._pool.cost_to_receive(len(sequence.tokens), sequence.keys_to_find)
         return cost + room * self._pool.slices

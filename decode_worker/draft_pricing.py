@@ -20,8 +20,8 @@ from baton.engine.acceptance import Acceptance
 from baton.engine.sequence import Sequence
 
 KINDS = ((0.3, 0.3), (0.6, 0.5), (0.85, 0.75), (0.97, 0.9), (2.0, 0.97))
-"""By the probability that the draft gives its guess, up to these: the share of right guesses that
-is assumed at first."""
+"""Kinds of guesses: the draft's probability of a guess is below the first number, and the second is
+the share of right guesses that is assumed at first."""
 ANY, ANY_SHARE = len(KINDS), 0.7
 """The kind of a guess that is not made yet."""
 
@@ -106,7 +106,7 @@ class Follower:
 
 
 class Pace(NamedTuple):
-    """Of a step without the draft's guesses."""
+    """The speed of a step without the draft's guesses."""
 
     tokens: float
     seconds: float

@@ -348,7 +348,7 @@ class Drafts:
         return True
 
     def _look_ahead(self, follower: Follower) -> bool:
-        """Has the grammar follow the guesses. Whether it could."""
+        """Advances the grammar by the guesses. False when it does not allow them."""
         sequence, guesses = follower.sequence, follower.guesses
         sequence.assumed = len(guesses)
         return not (sequence.guide and guesses) or sequence.guide.look_ahead(guesses) == guesses
@@ -382,7 +382,7 @@ class Drafts:
 
 
 def _draft_work(work: Work) -> Work:
-    """What the draft draws with: the same sampling, and log probabilities of what it draws."""
+    """The draft's work: the same sampling, with log probabilities of what it draws."""
     return replace(
         work,
         logprobs=0,

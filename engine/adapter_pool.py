@@ -98,8 +98,8 @@ class AdapterPool(Generic[Weights]):
             self._install(adapter, self._holder.load_adapter(adapter))
 
     def runnable(self, plan: Plan) -> Plan:
-        """Those of the plan's sequences whose adapters are loaded, if any. Begins to load
-        others."""
+        """The plan's sequences without adapters, or with loaded ones. Begins to load the other
+        adapters."""
         kept: set[bytes] = set()
         chosen: Plan = {}
         for sequence, count in plan.items():

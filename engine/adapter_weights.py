@@ -195,7 +195,7 @@ def _attention(
     turned = shape.head_dim if layer.rope is None else shape.ropes[layer.rope].dim
 
     def arrange(b: Tensor, start: int = 0) -> Tensor:
-        """Of queries, keys or both."""
+        """Joins the pairs of queries, keys or both."""
         b = interleave_pairs(b, head_dim=shape.head_dim, dim=turned)
         if layer.balance is None:
             return b
@@ -223,7 +223,7 @@ def _latent(shape: Architecture, layer: Layer, prefix: str, number: int) -> Iter
     queries = shape.heads * head
 
     def arrange(b: Tensor, size: int = head) -> Tensor:
-        """Of heads, or of a latent: what is rotated is at the end."""
+        """Joins the pairs of heads, or of a latent: what is rotated is at the end."""
         if shape.neighbours:
             return b
         parts = b.view(-1, size, b.shape[1])

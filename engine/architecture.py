@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "clamped_swiglu": "clamped_swiglu",
 }
-"""By transformers' names; the last has none there."""
+"""Activations by transformers' names; the last has none there."""
 
 HARMLESS: dict[str, tuple[object, ...]] = {
     "is_causal": (True, None),

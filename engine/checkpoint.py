@@ -68,7 +68,7 @@ class Checkpoint:
         upload: Upload | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        """With `upload`, which it closes, targets are on that device."""
+        """`upload`, which it closes, copies to targets on a device."""
         opened = _open_all(checkpoint_files(folder))
         stored: dict[str, OpenFile] = {}
         for file in opened:
@@ -85,8 +85,8 @@ class Checkpoint:
         return name in self._remaining
 
     def grid(self, name: str, cut: Cut) -> Grid | None:
-        """What the codes of the tensor's part `cut` stand for, before it is copied; None if it is
-        not quantized to integers in blocks of inputs."""
+        """The grid of the tensor's part `cut`, before it is copied; None if it is not quantized to
+        integers in blocks of inputs."""
         file = self._remaining.get(name)
         if not isinstance(file, QuantizedWeight):
             return None

@@ -133,7 +133,7 @@ def draft_settings(config: Config, main: GpuSettings) -> GpuSettings:
 
 
 def _tokens(folder: Path) -> dict[int, str]:
-    """By id; none without a tokenizer."""
+    """The tokens of a model's tokenizer by id; none without one."""
     try:
         text = model_store.tokenizer_text(folder)
     except NotServed:

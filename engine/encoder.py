@@ -22,8 +22,8 @@ from baton.kernels.linear import Linear
 
 CPU = torch.device("cpu")
 GPU_PADDING = 32
-"""On a GPU, inputs share their attention whose lengths round up to the same multiple of this: many
-small kernels would take longer than padding. On a CPU only those of one length do."""
+"""On a GPU, inputs whose lengths round up to the same multiple of this share their attention: many
+small kernels would take longer than padding. On a CPU only inputs of one length do."""
 WORDS = "embeddings.word_embeddings.weight"
 
 
@@ -178,7 +178,7 @@ class Encoder:
         return own[:, 0] if self.config.pooling == "cls_token" else group.mean(own)
 
     def _groups(self, lengths: Sequence[int]) -> Iterator[_Group]:
-        """Of sorted lengths."""
+        """Groups inputs of these lengths, which are sorted."""
         start = 0
         for _, alike in groupby(lengths, key=lambda length: -(-length // self._padding)):
             some = list(alike)

@@ -270,7 +270,7 @@ class Engine:
         return self.launch(plan).wait()
 
     def follow(self, step: bytes) -> None:
-        """On a rank other than 0: runs its part of a step that rank 0 broadcast."""
+        """Runs this rank's part of a step that rank 0 broadcast. On ranks other than 0."""
         self._runner.follow(step)
 
 

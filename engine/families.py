@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from baton.kernels.routing import Scores
@@ -28,7 +28,7 @@ NORMS_AROUND = LayerNorms(
 )
 
 QueryKeyNorm = Literal["none", "head", "projection"]
-"""What is normed of queries and keys: nothing, each head, or all heads together."""
+"""Norms of queries and keys: none, of each head, or of all heads together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ ASSUMED: dict[str, object] = {
     "max_window_layers": 28,
     "no_rope_layer_interval": 4,
 }
-"""By every family."""
+"""Assumed by every family."""
 
 _QWEN: dict[str, object] = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
 _QWEN |= {"sliding_window": 4096}
@@ -99,14 +99,16 @@ _AS_MIXTRAL: dict[str, object] = {
 _LATENT: dict[str, object] = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _LATENT |= dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 128)
 
+_MISTRAL = Family(
+    "MistralForCausalLM",
+    {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True},
+    windows="all",
+)
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}),
-    "mistral": Family(
-        "MistralForCausalLM",
-        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True},
-        windows="all",
-    ),
+    "mistral": _MISTRAL,
     "qwen2": Family(
         "Qwen2ForCausalLM",
         _QWEN,
@@ -198,12 +200,7 @@ FAMILIES = {
         windows="pattern",
         local_rope=True,
     ),
-    "ministral": Family(
-        "MinistralForCausalLM",
-        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True},
-        windows="typed",
-    ),
+    "ministral": replace(_MISTRAL, class_name="MinistralForCausalLM", windows="typed"),
     "mixtral": Family(
         "MixtralForCausalLM",
         {

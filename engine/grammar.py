@@ -111,8 +111,8 @@ class TokenGuide:
         self._mask = self._threads.submit(self._next, self._mask, tokens)
 
     def look_ahead(self, guesses: list[int]) -> list[int]:
-        """Those of the guesses that keep to the grammar, up to the first that does not. Until the
-        next token there are masks behind them too. None are kept where that takes long or fails;
+        """The guesses that the grammar allows, up to the first that it does not. Until the next
+        token there are masks behind them too. None are kept where that takes long or fails;
         sampling raises the error."""
         try:
             assert self._mask is not None
@@ -163,7 +163,7 @@ class TokenGuide:
 
 
 def _begin(matcher: LLMatcher, tokens: list[int]) -> None:
-    """With the answer's tokens of earlier attempts, or those that the caller has."""
+    """Consumes the answer's tokens of earlier attempts, or those that the caller has."""
     if tokens and not matcher.consume_tokens(tokens):
         raise InvalidRequest(
             "the answer's tokens do not match its structure", field="resumed_token_ids"

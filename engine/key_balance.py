@@ -25,11 +25,11 @@ queries weigh most should lose least. Chosen on one model, Qwen2.5-Coder-0.5B; (
 numbers of a key equally large, and (0.5, 0.5) lost a third more."""
 
 LEAST = 2.0**-10
-"""Of a number's size, as a share of its head's mean."""
+"""The least size of a number, as a share of its head's mean."""
 
 
 def balance_keys(layer: Layer, shape: Architecture) -> Layer:
-    """Where queries and keys are normalized, their norms take the factors, or else qkv."""
+    """Multiplies the factors into the norms of queries and keys, or else into qkv."""
     if layer.summed_norms:
         query, key = _balance_norms(layer.summed_norms.query, layer.summed_norms.key, shape)
         summed = SummedNorms(query, key, layer.summed_norms.group)
@@ -63,14 +63,15 @@ def _balance_products(layer: Layer, shape: Architecture) -> Layer:
 
 
 def _factors(queries: Tensor, keys: Tensor, head_dim: int) -> Tensor:
-    """Of keys [kv_heads, head_dim], by weights [outputs, inputs] that make queries and keys."""
+    """The factors of keys, [kv_heads, head_dim], from weights [outputs, inputs] of both."""
     kv_heads = len(keys) // head_dim
     sizes = KEYS * _sizes(keys, kv_heads, head_dim) - QUERIES * _sizes(queries, kv_heads, head_dim)
     return torch.exp2(sizes.round()).repeat_interleave(2, dim=1).float()
 
 
 def _sizes(weights: Tensor, kv_heads: int, head_dim: int) -> Tensor:
-    """Of each pair of numbers, as the logarithm of its share of the mean, [kv_heads, pairs]."""
+    """The size of each pair of numbers, as the logarithm of its share of the mean,
+    [kv_heads, pairs]."""
     squares = weights.double().square().sum(dim=1).view(kv_heads, -1, head_dim // 2, 2)
     sizes = squares.sum(dim=3).mean(dim=1).sqrt()
     return (sizes / sizes.mean(dim=1, keepdim=True)).clamp(min=LEAST).log2()

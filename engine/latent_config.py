@@ -11,7 +11,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.rope import Rope, yarn_correction
 
 NORM_EPSILON = 1e-6
-"""Of the norms of latents, whatever config.json says of others."""
+"""The epsilon of latents' norms, independent of config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def parse_latent(config: ModelConfig, family: Family) -> LatentShape | None:
 
 
 def latent_score_scale(config: ModelConfig, shape: LatentShape, rope: Rope) -> float:
-    """Of a query's product with a key; a stretched rope may raise it."""
+    """The scale of a query's product with a key; a stretched rope may raise it."""
     scale = 1.0 / math.sqrt(shape.plain + shape.rotated)
     stated = config.nested("rope_scaling")
     stated = stated if stated.values else config.nested("rope_parameters")

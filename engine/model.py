@@ -116,7 +116,7 @@ class Model:
         return self._last_layer(hidden, batch, caches[-1])
 
     def _last_layer(self, hidden: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
-        """After its keys and values, only the rows whose logits are needed are computed."""
+        """Writes keys and values of all rows, and computes the rows whose logits are needed."""
         layer = self.layers[-1]
         query = self._project(layer, hidden, batch, cache)
         if batch.sample_reads is None:

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 EngineChoice = Literal["auto", "native", "transformers"]
 WeightQuantization = Literal["none", "int8", "int4", "fp8"]
-"""Of a model's weights when they are loaded."""
+"""The quantization of a model's weights when they are loaded."""
 
 KvDtype = Literal["auto", "int8", "int4", "fp8"]
-"""Of keys and values in pages; auto: the model's."""
+"""The dtype of keys and values in pages; auto: the model's."""
 
 GPU_INT4_HEAD = 128
 """Larger heads in int4 are not yet known to have the same bits in every kernel."""
@@ -80,7 +80,8 @@ def model_type(folder: Path) -> str:
 def read_model(
     folder: Path, engine: EngineChoice = "auto", max_context: int | None = None
 ) -> AnyArchitecture:
-    """What the model in `folder` is, for the engine that runs it; or UnsupportedModel."""
+    """The architecture of the model in `folder`, for the engine that runs it; or
+    UnsupportedModel."""
     if not uses_fallback(folder, engine):
         return read_architecture(folder, max_context)
     from baton.engine.fallback.inspection import inspect_model  # imports torch and transformers
@@ -162,14 +163,14 @@ def accept_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> N
 
 
 def describe_pages(kv_dtype: KvDtype) -> str:
-    """What pages of four bits cost, in one line; empty for others."""
+    """A warning for int4 pages, in one line; empty for others."""
     if kv_dtype != "int4":
         return ""
     return "int4 pages change answers: `baton doctor --quality` shows how much (docs/MODELS.md)"
 
 
 def stored_shape(shape: tuple[int, ...], kv_dtype: KvDtype, device: str) -> tuple[int, ...]:
-    """Of numbers [..., dim] in memory of that dtype: behind a head's codes are their scales."""
+    """The shape in which numbers [..., dim] are stored: a head's scales follow its codes."""
     if kv_dtype == "auto":
         return shape
     on_gpu, dim = device.startswith("cuda"), shape[-1]
@@ -179,13 +180,13 @@ def stored_shape(shape: tuple[int, ...], kv_dtype: KvDtype, device: str) -> tupl
 
 
 def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:
-    """What one rank runs; or InvalidConfig."""
+    """The architecture of one rank's part; or InvalidConfig."""
     check_ranks_of(model, split.size)
     return split.of(model) if isinstance(model, Architecture) else model
 
 
 def describe_fallback(family: str) -> str:
-    """What the fallback means for who starts it, in one line."""
+    """A warning that a model runs through transformers, in one line."""
     return (
         f"{family} runs through transformers, over our pages: without compiled kernels or recorded"
         " steps, without tensor parallelism, and with last bits that depend on the batch, whatever"

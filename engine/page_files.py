@@ -77,7 +77,7 @@ class PageForm:
 class PageFiles:
     """Uses at most `budget` bytes of `folder`.
 
-    `submit` has the writing thread run a task; `post` has the pool's thread run what follows.
+    `submit` runs a task on the writing thread, `post` one on the pool's thread.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PageFiles:
         self._submit(lambda: _unlink(self._path(key)))
 
     def _run(self, work: Callable[[], Result], then: Callable[[Result | None], None]) -> None:
-        """Has the writing thread do `work`, and calls `then` with its result; None if it failed."""
+        """Runs `work` on the writing thread, then `then` with its result; None if it failed."""
 
         def run() -> None:
             result, error = None, None

@@ -142,7 +142,7 @@ class GroupedPool(PagePool):
         ]
 
     def first_pages(self, tokens: int) -> list[int]:
-        """By slice, the first page to keep of a sequence of `tokens` tokens."""
+        """The first page to keep of a sequence of `tokens` tokens, by slice."""
         return [first_kept(window, tokens, self.page_size) for window in self._windows]
 
     def longest_context(self, limit: int) -> int:
@@ -243,8 +243,7 @@ class GroupedPool(PagePool):
         return self._add_lease(GroupedLease(self, tables, found))
 
     def grow(self, tables: list[list[int]], ends: Sequence[int]) -> None:
-        """For leases: adds pages to each table up to its end, neighbours where a transfer lists
-        them so."""
+        """Adds pages to each table up to its end, neighbours where a transfer lists them so."""
         missing = [max(0, end - len(table)) for table, end in zip(tables, ends, strict=True)]
         fresh = iter(self._allocate(sum(missing)))
         for place in range(min(map(len, tables)), max(ends)):

@@ -131,8 +131,8 @@ class RankMemory:
 def share_rows(
     kv: Tensor, split: Split, rows: int, file: int, others: Sequence[Connection]
 ) -> RankMemory:
-    """On rank 0: makes the rows in the empty memory file `file` that all ranks have, for the
-    pool `kv` [page, ...], and lets the others map them."""
+    """Makes the rows in the empty memory file `file` that all ranks have, for the pool `kv`
+    [page, ...], and lets the others map them. On rank 0."""
     os.ftruncate(file, (rows + 1) * split.size * kv[0].nbytes)
     for other in others:
         other.send("rows")
@@ -142,7 +142,7 @@ def share_rows(
 
 
 def follow_copies(kv: Tensor, split: Split, file: int, first: Connection) -> None:
-    """On another rank: copies as rank 0 orders, until the connection `first` ends."""
+    """Copies as rank 0 orders, until the connection `first` ends. On other ranks."""
     first.recv()
     room = _map_rows(file, kv, split)
     memory = page_memory(kv, len(room) - 1, room[:, split.rank])

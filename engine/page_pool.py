@@ -91,7 +91,7 @@ class Lease:
         return self.found
 
     def listed(self, start: int, end: int, tokens: int) -> list[int]:
-        """Of the pages number `start` to `end`, those that a transfer of `tokens` tokens lists."""
+        """The pages that a transfer of `tokens` tokens lists, of those number `start` to `end`."""
         return self.pages[start:end]
 
     def pin(self) -> None:
@@ -165,7 +165,7 @@ class Lease:
 
 
 class LowerTier:
-    """What a pool asks of the tier behind it. This one keeps nothing."""
+    """The interface of the tier behind a pool. This one keeps nothing."""
 
     @property
     def leases(self) -> list[Lease]:

@@ -40,7 +40,7 @@ class Exam(NamedTuple):
 
 
 class TextQuality(NamedTuple):
-    """Of the story's tokens from position `start` on, up to `end`."""
+    """The quality of the story's tokens from position `start` up to `end`."""
 
     start: int
     end: int

@@ -76,7 +76,7 @@ FORMATS: dict[str, set[tuple[str, int]]] = {
     "naive-quantized": {("float", 8), ("int", 4), ("int", 8)},
     "pack-quantized": {("int", 4), ("int", 8)},
 }
-"""Of compressed-tensors, with the types and bits of codes."""
+"""Formats of compressed-tensors, with the types and bits of codes."""
 
 
 def _block(weights: ModelConfig, kept_as: str) -> tuple[int, int] | None:

@@ -37,7 +37,7 @@ PARTS = (
     *("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
     *("weight_packed", "weight_shape", "weight_g_idx", "qweight", "scales", "qzeros", "g_idx"),
 )
-"""Of one weight; a module with any but the first is quantized."""
+"""The parts of one weight; a module with any but the first is quantized."""
 
 NOT_USED = (
     *("input_scale", "input_zero_point", "activation_scale", "output_scale", "output_zero_point"),
@@ -49,7 +49,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
-"""Of MXFP4."""
+"""The numbers of MXFP4, by code."""
 
 CHUNK = 1 << 22
 """Weights that are dequantized at once: a tensor in float32 would take much."""
@@ -125,7 +125,7 @@ class QuantizedTensor(NamedTuple):
         return found
 
     def grid(self, rows: Tensor, columns: Tensor) -> Grid | None:
-        """What integer codes of these outputs and inputs stand for; None where neighbouring inputs
+        """The scales and zeros of these outputs' and inputs' codes; None where neighbouring inputs
         have several scales, or codes are not integers."""
         bits = self._integer_bits()
         if bits is None or len(columns) % INPUTS:

@@ -26,7 +26,7 @@ MOST_ROWS = 32
 """Beyond, the products take nearly all of a step's time."""
 
 MOST_RECORDED_ROWS = 512
-"""Of all recordings together: each keeps the memory of its rows."""
+"""The most rows of all recordings together: each keeps the memory of its rows."""
 LEAST_WIDTH = 64
 """Pages. Tables are as wide as a power of two, so that few recordings serve all contexts. A wider
 one takes no longer: steps with guesses have many numbers of rows, and each would be recorded for

@@ -190,7 +190,7 @@ class StepRunner:
         )
 
     def _chunk_reads(self, chunk: ChunkInputs) -> list[ChunkReads]:
-        """By table, the pages that any of the chunk's queries sees."""
+        """The pages that any of the chunk's queries sees, by table."""
         size, start, end = self._page_size, chunk.start, chunk.end
         reads = []
         for table, window in zip(chunk.tables, self._windows, strict=True):

@@ -123,7 +123,7 @@ def _leaves_any(banned: _Ids, sequence: Sequence, vocabulary_size: int) -> bool:
 
 
 def _bans(sequence: Sequence) -> Iterator[tuple[int, ...] | list[int] | _Ids]:
-    """What is banned now, in several lists."""
+    """The banned tokens, in several lists."""
     sampling = sequence.work.sampling
     answered = sequence.generated + sequence.expected
     if sampling.suppress_tokens:
@@ -221,7 +221,7 @@ _ADJUSTMENTS: tuple[
 
 
 def draw_keys(sequences: list[Sequence]) -> list[int]:
-    """What makes each sequence's noise at its next position; int64."""
+    """The key of each sequence's noise at its next position; int64."""
     return [draw_key(s.work.sampling.seed, len(s.tokens) + s.expected) for s in sequences]
 
 

@@ -109,7 +109,7 @@ class SecondTier(LowerTier):
         return list(self._kept)
 
     def size(self, tier: Tier) -> int:
-        """In bytes."""
+        """The bytes of a tier's pages."""
         page = self._memory.row(self._memory.staging).nbytes
         if tier is Tier.FILES and self.files is not None:
             page = self.files.form.file_bytes

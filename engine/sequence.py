@@ -56,7 +56,7 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
-        """Without the tokens of earlier attempts, which count as generated."""
+        """The prompt's tokens, without those of earlier attempts, which count as generated."""
         return len(self.work.prompt_tokens) - self.work.answer_tokens
 
     @property
@@ -94,7 +94,7 @@ class Sequence:
         return 1 + len(self.guesses) if self.samples(count) else 0
 
     def ahead(self, count: int) -> Sequence:
-        """As it will be if its first `count` guesses are drawn; for sampling alone."""
+        """The sequence as if its first `count` guesses were drawn; for sampling only."""
         if not count:
             return self
         known, expected = self.tokens, count
@@ -105,14 +105,13 @@ class Sequence:
         )
 
     def take_guesses(self) -> list[int]:
-        """Those that a step has run, which are no guesses any more."""
+        """Removes and returns the guesses that a step has run."""
         guesses, self.guesses = self.guesses, []
         return guesses
 
     def needed(self, count: int) -> range:
-        """Of its next `count` positions, those that the last layer computes beside the one that
-        samples: whose next token's log probability, or whose hidden state, the request asks
-        for."""
+        """The positions among its next `count` that the last layer computes beside the one that
+        samples: those of requested log probabilities or hidden states."""
         if not self.work.needs_all_rows:
             return range(0)
         start = max(self.computed, self.pooled.count if self.pooled else len(self.prompt_scores))

@@ -107,7 +107,7 @@ class FinishedStep:
 
 
 class ChunkInputs(NamedTuple):
-    """What the model needs of a chunk, as plain values that can be sent to other ranks."""
+    """A chunk's inputs to the model, as plain values that can be sent to other ranks."""
 
     start: int  # position of the first token
     tokens: list[int]

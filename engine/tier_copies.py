@@ -119,7 +119,7 @@ class Restoration:
 
     @property
     def coming(self) -> set[bytes]:
-        """What prompts wait for that continue alike."""
+        """The keys for which prompts with the same continuation wait."""
         return {self.next_key, *self.missing}
 
     @property
@@ -127,7 +127,7 @@ class Restoration:
         return [Tier.FILES if row is None else Tier.HOST for row in self.rows]
 
     def cancel(self) -> None:
-        """After this returns no page of the lease is written."""
+        """Stops it: after this returns, no page of the lease is written."""
         with self._writing:
             self._cancelled = True
 

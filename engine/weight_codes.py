@@ -22,7 +22,7 @@ from baton.kernels.packed import Grid
 log = logging.getLogger(__name__)
 
 PACKED: dict[str, WeightCodes] = {"int8": "packed_int8", "int4": "packed_int4"}
-"""On GPUs."""
+"""The codes of quantizations on GPUs."""
 
 
 def packs(device: str, dtype: torch.dtype) -> bool:

@@ -43,7 +43,7 @@ SHARED_EXPERTS = ("shared_expert.", "shared_experts.")
 ROUTERS = ("gate", "router")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_PROJECTIONS = ("w1", "w3", "w2")
-"""What a checkpoint may call the same: the first that it has, or else the first."""
+"""Alternative names in checkpoints: the first that is there is used, or else the first."""
 
 
 def load_model(
@@ -109,7 +109,7 @@ class _Loader:
         return self._tensor(HEAD if other else EMBEDDING, shape.vocabulary_size, shape.hidden)
 
     def _head(self, embedding: Tensor) -> Linear:
-        """Without rows on ranks that do not sample.
+        """The head, without rows on ranks that do not sample.
 
         A config may call a head tied that is stored and differs from the embedding: then, as in
         transformers, it is not tied.
@@ -365,7 +365,7 @@ class _Loader:
     def _norm(
         self, name: str, size: int, arrange: Arrange | None = None, cut: Cut | None = None
     ) -> RMSNorm:
-        """With an offset its weight is in float32, since the sum may need more digits."""
+        """A norm. With an offset its weight is in float32, since the sum may need more digits."""
         offset = self._architecture.norm_offset
         dtype = torch.float32 if offset else self._dtype
         weight = torch.empty(size, dtype=dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""What the two sides of a transfer send each other: tickets and notes; and the write lease.
+"""Tickets and notes, which the two sides of a transfer send each other; and the write lease.
 
 By a ticket a receiver lets a sender write into reserved pages. A sealed ticket
 carries its version and the hash of the receiver's layout in front of the body. Both
@@ -109,17 +109,17 @@ def pack_note(key: AttemptKey, note: TransferNote) -> bytes:
 
 
 def drained_note(key: AttemptKey) -> bytes:
-    """From the sender: the push has ended, and none of its writes is under way."""
+    """Sent by the sender: the push has ended, and none of its writes is under way."""
     return pack_note(key, TransferNote(drained=Drained()))
 
 
 def revoked_note(key: AttemptKey) -> bytes:
-    """From the receiver: the pages are not wanted."""
+    """Sent by the receiver: the pages are not wanted."""
     return pack_note(key, TransferNote(revoked=Revoked()))
 
 
 def accepted_note(key: AttemptKey) -> bytes:
-    """From the receiver: all pages arrived."""
+    """Sent by the receiver: all pages arrived."""
     return pack_note(key, TransferNote(accepted=Accepted()))
 
 

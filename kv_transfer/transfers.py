@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 class Transfers:
-    """What is under way, and with whom."""
+    """The pushes and reservations under way, and their peers."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""What is known of each attempt, and which prompts the next step computes.
+"""Chooses the prompts that the next step computes, and holds the state of each attempt.
 
-The lowest priority first, within one first come, first served, in chunks: each
+Prompts run in chunks, by priority (the lowest first), then first come, first served: each
 step takes up to `chunk_tokens` prompt tokens from the first prompts, several in
 one step where they fit. So a prompt waits for at most one chunk of a later
 priority. A prompt starts when the pool has room for all the pages that it will
@@ -91,7 +91,7 @@ class PromptFetch:
 
     @property
     def coming(self) -> set[bytes]:
-        """What prompts wait for that continue alike."""
+        """The keys for which prompts with the same continuation wait."""
         return {self.next_key, *self.awaited}
 
     def used(self, found: int) -> int:
@@ -227,7 +227,7 @@ class PrefillScheduler:
         return self._plan(self._background_tokens, background=True)
 
     def _plan(self, budget: int, *, background: bool) -> Plan:
-        """Of background prompts, or of others."""
+        """The plan of background prompts, or of others."""
         plan: Plan = {}
         started = [each for each in self._started.values() if _is_background(each) == background]
         urgent = min(map(_priority, self._waiting.values()), default=math.inf)

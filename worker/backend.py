@@ -10,6 +10,7 @@ All of it outlives a role switch; only the phase is replaced.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import shutil
 from collections.abc import Callable
@@ -47,7 +48,7 @@ from baton.worker.adapter_files import fetch_adapter
 from baton.worker.engine_thread import EngineInbox, Wake
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import CacheFeed, Outbox
-from baton.worker.phase import AnyPhase, phase_factory
+from baton.worker.phase import AnyPhase
 from baton.worker.ranks import EXIT_SECONDS, Ranks, has_second_tier, rank_settings
 from baton.worker.resources import claim_threads, lower_priority
 from baton.worker.step_record import StepRecord
@@ -57,6 +58,12 @@ log = logging.getLogger(__name__)
 _GIGABYTE = 10**9
 # For pages to be written to files.
 FLUSH_SECONDS = 5.0
+
+PHASES = {
+    Role.PREFILL: ("baton.prefill_worker.prefill_phase", "PrefillPhase"),
+    Role.DECODE: ("baton.decode_worker.decode_phase", "DecodePhase"),
+}
+"""Modules and classes, by name, since this package imports neither phase."""
 
 ReportProgress = Callable[[str], None]
 MakeMemory = Callable[[Tensor, int], PageMemory]
@@ -144,7 +151,8 @@ class Backend:
             self._ranks.close()
 
     def _make_phase(self, role: Role) -> AnyPhase:
-        make = phase_factory(role)
+        module, name = PHASES[role]
+        make: Callable[..., AnyPhase] = getattr(importlib.import_module(module), name)
         return make(
             self.engine, self.transfer, self._outbox, self._metrics, self._config, self._record
         )
@@ -173,7 +181,8 @@ class Backend:
         self._ranks.have_connected()
 
     def _load_draft(self, role: Role) -> None:
-        """On a prefill worker, checks that it could be loaded after a role switch."""
+        """Loads the draft on a decode worker. On a prefill worker, checks that it could be loaded
+        after a role switch."""
         decoding = role is Role.DECODE
         folder = find_draft(
             self._config, self._locate_model(), weights=decoding and self._config.weights == "files"
@@ -254,7 +263,7 @@ class Backend:
         return replace(settings, draft=self._draft_room(settings))
 
     def _draft_room(self, main: GpuSettings) -> DraftRoom | None:
-        """On a prefill worker too: the draft is loaded after a role switch."""
+        """The memory of the draft, on a prefill worker too: it is loaded after a role switch."""
         config = self._config
         if self._device == "cpu" or not config.draft_model:
             return None

@@ -11,7 +11,7 @@ class HeldLeases:
     freed."""
 
     def __init__(self, *, written: bool) -> None:
-        """With `written` peers write to the pages that were not found; else they read all."""
+        """`written`: peers write to the pages that were not found; otherwise they read all."""
         self._written = written
         self._leases: dict[AttemptKey, Lease] = {}
         self._overdue: set[AttemptKey] = set()  # those held for too long

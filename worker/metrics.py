@@ -43,6 +43,14 @@ _HISTOGRAMS = {
 }
 
 
+def _gauge(registry: CollectorRegistry, name: str, *labels: str) -> Gauge:
+    return Gauge(name, names.HELP[name], [*_LABELS, *labels], registry=registry)
+
+
+def _counter(registry: CollectorRegistry, name: str, *labels: str) -> Counter:
+    return Counter(name, names.HELP[name], [*_LABELS, *labels], registry=registry)
+
+
 class WorkerMetrics:
     """Written by the engine thread, scraped from any."""
 
@@ -53,14 +61,11 @@ class WorkerMetrics:
         self._cache_counts = (0, 0, 0)  # as last reported
         self._tiers: TierMetrics | None = None  # once there is a second tier
         self._adapter_events: dict[str, int] = {}  # as last reported
-        labels = [*_LABELS, "event"]
-        help = names.HELP[names.ADAPTER_EVENTS]
-        self._adapters = Counter(names.ADAPTER_EVENTS, help, labels, registry=self.registry)
-        self._all_pages = self._gauge(names.PAGES, "state")
-        self._all_gauges = {name: self._gauge(name) for name in _GAUGES}
+        self._adapters = _counter(self.registry, names.ADAPTER_EVENTS, "event")
+        self._all_pages = _gauge(self.registry, names.PAGES, "state")
+        self._all_gauges = {name: _gauge(self.registry, name) for name in _GAUGES}
         self._all_counters = {
-            name: Counter(name, names.HELP[name], _LABELS, registry=self.registry)
-            for name in (*_COUNTERS, *_CACHE_COUNTERS)
+            name: _counter(self.registry, name) for name in (*_COUNTERS, *_CACHE_COUNTERS)
         }
         self._all_histograms = {
             name: Histogram(
@@ -141,25 +146,16 @@ class WorkerMetrics:
             self._tiers = self._tiers or TierMetrics(self.registry, self._labels)
             self._tiers.update(second_tier)
 
-    def _gauge(self, name: str, *labels: str) -> Gauge:
-        return Gauge(name, names.HELP[name], [*_LABELS, *labels], registry=self.registry)
-
 
 class TierMetrics:
     """Metrics of a worker's second tier."""
 
     def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
-        def gauge(name: str, *more: str) -> Gauge:
-            return Gauge(name, names.HELP[name], [*_LABELS, *more], registry=registry)
-
         self._labels = labels
-        self._pages = gauge(names.TIER_PAGES, "tier")
-        self._bytes = gauge(names.TIER_BYTES, "tier")
-        self._failing = gauge(names.FILES_FAILING)
-        by_event = [*_LABELS, "tier", "event"]
-        self._events = Counter(
-            names.TIER_EVENTS, names.HELP[names.TIER_EVENTS], by_event, registry=registry
-        )
+        self._pages = _gauge(registry, names.TIER_PAGES, "tier")
+        self._bytes = _gauge(registry, names.TIER_BYTES, "tier")
+        self._failing = _gauge(registry, names.FILES_FAILING)
+        self._events = _counter(registry, names.TIER_EVENTS, "tier", "event")
         self._reported = {tier: TierCounts() for tier in Tier}
 
     def set_labels(self, labels: dict[str, str]) -> None:

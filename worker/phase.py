@@ -1,17 +1,14 @@
 """A phase: prefill or decode, run on top of an engine by a worker's engine thread.
 
 All methods run on the engine thread, one at a time, and none of them blocks.
-This package imports neither phase, so `phase_factory` finds their classes by name.
 """
 
 from __future__ import annotations
 
-import importlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from baton.core import bounds
 from baton.core.config import Config
@@ -182,7 +179,7 @@ class Phase(ABC, Generic[AnyJob]):
         self._end_step(plan)
 
     def _with_adapters(self, adapters: AnyAdapterPool, plan: Plan) -> Plan:
-        """Without the jobs that wait for their adapters, or whose adapters cannot be loaded."""
+        """The plan without jobs that wait for their adapters, or whose adapters failed to load."""
         for digest, error in adapters.settle().items():
             for job in [each for each in self._jobs.values() if each.work.adapter_digest == digest]:
                 plan.pop(job, None)
@@ -370,16 +367,3 @@ class Phase(ABC, Generic[AnyJob]):
 
 
 AnyPhase = Phase[Any]
-PhaseFactory = Callable[
-    [Engine, TransferThread, Outbox, WorkerMetrics, Config, StepRecord], AnyPhase
-]
-
-_CLASSES = {
-    Role.PREFILL: ("baton.prefill_worker.prefill_phase", "PrefillPhase"),
-    Role.DECODE: ("baton.decode_worker.decode_phase", "DecodePhase"),
-}
-
-
-def phase_factory(role: Role) -> PhaseFactory:
-    module, name = _CLASSES[role]
-    return cast(PhaseFactory, getattr(importlib.import_module(module), name))

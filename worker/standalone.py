@@ -52,7 +52,7 @@ def _parse(role: Role) -> argparse.Namespace:
 
 
 def _of_model(config: Config, name: str) -> Config:
-    """Of a file with several models, that of one."""
+    """The configuration of one model of a file with several."""
     if not config.models and not name:
         return config
     if name not in config.models:

@@ -43,7 +43,7 @@ from baton.v1 import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 STALE_SECONDS = 3600.0
-"""After the end of a process, when its unread record is removed."""
+"""How long an unread record is kept after the end of its process."""
 
 REMEMBERED_VERDICTS = 16
 
@@ -102,8 +102,8 @@ class StepRecord:
         self.memory[_SLOTS_AT + _ACCEPTING * _SLOT_BYTES] = 0
 
     def refresh(self) -> None:
-        """Once a second: earlier out-of-memory kills, of other processes, explain nothing, and a
-        record is as old as the end of its process."""
+        """Called once a second: earlier out-of-memory kills, of other processes, explain nothing,
+        and a record is as old as the end of its process."""
         _OOM_KILLS.pack_into(self.memory, _OOM_KILLS_AT, _oom_kills())
         if self._path:
             with contextlib.suppress(OSError):
@@ -218,7 +218,7 @@ def _remove(path: Path) -> None:
 
 
 def _folder() -> Path:
-    """In memory where possible: noting a step must never wait for a disk."""
+    """The folder of records, in memory where possible: a step must never wait for a disk."""
     shared = Path("/dev/shm")
     root = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     folder = root / f"baton-{os.getuid()}"

@@ -29,7 +29,7 @@ from baton.kernels.attention import (
 from baton.kernels.cache import LayerCache, by_heads, gather, write_
 
 NAME = "baton"
-"""Of our attention among transformers' implementations."""
+"""The name of our attention among transformers' implementations."""
 
 QUERIES = 256
 """Rows of a chunk attended together where scores are kept in memory."""

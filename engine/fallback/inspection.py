@@ -234,7 +234,7 @@ def _run_without_weights(config: Any, model_class: Any, seen: _Observed) -> str:
 
 
 def _empty_model(config: Any, model_class: Any) -> Any:
-    """On the meta device. Experts run as one product: the others look at numbers."""
+    """The model on the meta device. Experts run as one product: other ways look at numbers."""
     config._experts_implementation = "batched_mm"
     model = model_class._from_config(config, attn_implementation=INSPECTION, dtype=torch.float32)
     return model.eval()
