@@ -63,7 +63,7 @@ class Streams:
         """Runs one step; returns its seconds."""
         began = time.perf_counter()
         if saving:
-            self._engine.pool.lower.advance()
+            self._engine.pool.second_tier.advance()
         self._bring(pages)
         self._run(dict.fromkeys(self._sequences, 1))
         return time.perf_counter() - began
@@ -74,7 +74,7 @@ class Streams:
         deadline = time.monotonic() + WAIT_SECONDS
         while self._tier.leases or (files is not None and files.pending):
             assert time.monotonic() < deadline, "pages are still being copied"
-            self._engine.pool.lower.advance()
+            self._engine.pool.second_tier.advance()
             time.sleep(0.001)
 
     def close(self) -> None:

@@ -59,18 +59,18 @@ class Bench:
     def rest(self) -> None:
         """Waits for all copies."""
         assert self.tier.files is not None
-        self.engine.pool.lower.advance()
+        self.engine.pool.second_tier.advance()
         while self.engine.pool.returning or self.tier.files.pending:
             assert self.woken.wait(WAIT_SECONDS)
             self.woken.clear()
-            self.engine.pool.lower.advance()
+            self.engine.pool.second_tier.advance()
 
     def evict(self) -> None:
         with self.engine.pool.acquire(self.engine.pool.free) as lease:
             self.engine.kv[lease.pages] = 0
 
     def restore_pages(self, keys: list[bytes]) -> None:
-        assert self.engine.pool.lower.restore_pages(keys) == len(keys)
+        assert self.engine.pool.second_tier.restore_pages(keys) == len(keys)
         self.rest()
 
     def contents(self, keys: list[bytes]) -> torch.Tensor:

@@ -128,7 +128,7 @@ class DecodeScheduler:
             keys, tokens = first.keys_to_find, len(first.tokens)
             if not self._make_room(first, self._cost_to_receive):
                 break
-            if self._pool.lower.restore_pages(keys):
+            if self._pool.second_tier.restore_pages(keys):
                 continue
             del self._waiting[first.work.key]
             first.lease = self._pool.receive(tokens, keys)
@@ -247,7 +247,7 @@ class DecodeScheduler:
                 return
             if not self._make_room(sequence, self._cost_to_compute):
                 return
-            if coming := self._pool.lower.restore_pages(keys):
+            if coming := self._pool.second_tier.restore_pages(keys):
                 sequence.restored += coming
                 return
             self._preempted.pop(0)

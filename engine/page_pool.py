@@ -164,8 +164,8 @@ class Lease:
             self.release()
 
 
-class LowerTier:
-    """The interface of the tier behind a pool. This one keeps nothing."""
+class EmptyTier:
+    """The interface of a pool's second tier. This one keeps nothing."""
 
     @property
     def leases(self) -> list[Lease]:
@@ -205,7 +205,7 @@ class PagePool:
         self.page_size = page_size
         self.root = root
         self.cache = PrefixCache(most_retained=total // RETAINED_SHARE)
-        self.lower = LowerTier()
+        self.second_tier = EmptyTier()
         self._free = FreePages(total)
         self._holders = [0] * total  # leases, by page
         self._leases: set[Lease] = set()
@@ -228,7 +228,7 @@ class PagePool:
     @property
     def returning(self) -> bool:
         """Whether pages return when the steps and copies in flight have ended."""
-        return bool(self.lower.leases) or any(lease.released for lease in self._leases)
+        return bool(self.second_tier.leases) or any(lease.released for lease in self._leases)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -322,7 +322,7 @@ class PagePool:
         """Drops a leased page's contents from all tiers."""
         key = self.cache.forget(page)
         if key is not None:
-            self.lower.forget(key)
+            self.second_tier.forget(key)
 
     def check_integrity(self, held: int | None = None) -> str:
         """Empty when every page is free, cached, or held by as many leases as it counts.
@@ -334,12 +334,12 @@ class PagePool:
             return f"{leased} pages are leased, but the owner knows of {held}"
         if not self._changed:
             return ""
-        problem = self._count_pages() or self.cache.check() or self.lower.check()
+        problem = self._count_pages() or self.cache.check() or self.second_tier.check()
         self._changed = bool(problem)
         return problem
 
     def _leased_by_owner(self) -> int:
-        copied = self.lower.leases
+        copied = self.second_tier.leases
         if not copied:
             return self.leased
         leases = self._leases.difference(copied)

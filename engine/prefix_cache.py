@@ -151,7 +151,7 @@ class PrefixCache:
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages, the longest idle first
         self._copied: set[int] = set()  # idle pages that a copy leases; they keep their order
         self.changes = KeySet()  # keys that came or went since the last `drain`
-        self.below: Container[bytes] | None = None  # keys in the second tier
+        self.second_tier: Container[bytes] | None = None  # its keys
         # Totals since the start, in pages.
         self.looked_up = 0
         self.found = 0
@@ -236,7 +236,7 @@ class PrefixCache:
         if page not in self._keys:
             return False
         self._idle.add(page, self._until.get(page, 0.0) if self._until else 0.0)
-        if self.below is not None and self._keys[page] not in self.below:
+        if self.second_tier is not None and self._keys[page] not in self.second_tier:
             self._unsaved[page] = None
         return True
 

@@ -38,7 +38,7 @@ from pathlib import Path
 from baton.core.errors import Internal
 from baton.engine.page_files import PageFiles, PageForm, Task
 from baton.engine.page_memory import PageMemory
-from baton.engine.page_pool import Lease, LowerTier, PagePool
+from baton.engine.page_pool import EmptyTier, Lease, PagePool
 from baton.engine.prefix_cache import KeySet
 from baton.engine.tier_copies import (
     Background,
@@ -57,7 +57,7 @@ READY_SHARE = 4
 STALL_SECONDS = 1.0
 
 
-class SecondTier(LowerTier):
+class SecondTier(EmptyTier):
     def __init__(
         self,
         pool: PagePool,
@@ -88,7 +88,7 @@ class SecondTier(LowerTier):
         self.changes = KeySet()  # keys that came or went since the last `drain`
         self._counts = {tier: TierCounts() for tier in Tier}
         self.costs = RestoreCosts(pool.page_size)
-        pool.lower = pool.cache.below = self
+        pool.second_tier = pool.cache.second_tier = self
 
     def open_files(self, folder: Path, budget: int, form: PageForm) -> None:
         self._writer = self._make_background("write-pages", self._post_crash)
@@ -355,4 +355,4 @@ class _Restorable(Container[bytes]):
 
 
 def second_tier_of(pool: PagePool) -> SecondTier | None:
-    return pool.lower if isinstance(pool.lower, SecondTier) else None
+    return pool.second_tier if isinstance(pool.second_tier, SecondTier) else None

@@ -190,4 +190,6 @@ def next_page_pending(keys: list[bytes], pool: PagePool, sequences: Iterable[Seq
     if place == len(keys):
         return False
     key = keys[place]
-    return pool.lower.is_restoring(key) or any(each.will_name(place, key) for each in sequences)
+    if pool.second_tier.is_restoring(key):
+        return True
+    return any(each.will_name(place, key) for each in sequences)

@@ -268,7 +268,7 @@ class PrefillScheduler:
         )
         if self._pool.cost(pages, keys) + growth > self._pool.free:
             return False
-        if coming := self._pool.lower.restore_pages(keys):
+        if coming := self._pool.second_tier.restore_pages(keys):
             sequence.restored += coming
             return self._start_next(before)
         del self._waiting[sequence.work.key]

@@ -111,28 +111,28 @@ class CacheFeed:
         """Sends one router the whole cache. Later changes continue from it."""
         if self._changed:
             self._send_changes()
-        below = self._second_tier.keys if self._second_tier is not None else ()
+        kept = self._second_tier.keys if self._second_tier is not None else ()
         whole = pb.CacheEvents(
             number=self._number,
             reset=True,
             stored=filter(is_first_slice, self._cache.keys),
-            kept=(key for key in filter(is_first_slice, below) if key not in self._cache),
+            kept=(key for key in filter(is_first_slice, kept) if key not in self._cache),
         )
         self._outbox.send(attachment, pb.WorkerMessage(cache_events=whole))
 
     @property
     def _changed(self) -> int:
-        below = self._second_tier
-        return len(self._cache.changes) + (len(below.changes) if below is not None else 0)
+        tier = self._second_tier
+        return len(self._cache.changes) + (len(tier.changes) if tier is not None else 0)
 
     def _send_changes(self) -> None:
-        below = self._second_tier
+        tier = self._second_tier
         changes = self._cache.changes.drain()
         first = filter(is_first_slice, changes)
         events = pb.CacheEvents(stored=(key for key in first if key in self._cache))
-        for key in {**changes, **(below.changes.drain() if below is not None else {})}:
+        for key in {**changes, **(tier.changes.drain() if tier is not None else {})}:
             if key not in self._cache and is_first_slice(key):
-                is_kept = below is not None and key in below
+                is_kept = tier is not None and key in tier
                 (events.kept if is_kept else events.evicted).append(key)
         if events.ByteSize():  # empty when pages were only copied to the second tier
             self._number += 1

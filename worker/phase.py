@@ -150,7 +150,7 @@ class Phase(ABC, Generic[AnyJob]):
 
     def step(self) -> bool:
         """Runs one step of the engine. False when there is nothing to run."""
-        self._pool.lower.advance()
+        self._pool.second_tier.advance()
         if self._alone:
             self._alone &= self._jobs.keys()
             self._advance({})  # nothing else is in flight beside them
@@ -196,7 +196,7 @@ class Phase(ABC, Generic[AnyJob]):
             leased_pages=self._pool.leased - quarantined,
             quarantined_pages=quarantined,
             cached_pages=self._pool.cached,
-            kept_pages=len(self._pool.lower),
+            kept_pages=len(self._pool.second_tier),
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             background=self._scheduler.background,

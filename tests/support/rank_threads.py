@@ -29,9 +29,9 @@ class SplitEngine:
 def groups(size: int, folder: Path) -> tuple[list[Group], list[Connection]]:
     """The group as seen by each rank, and the connections on which ranks 1 and up receive steps."""
     pipes = [Pipe() for _ in range(1, size)]
-    meeting_point = folder / "meeting"
-    first = Group(Split(0, size), meeting_point, [here for here, _ in pipes])
-    others = [Group(Split(rank, size), meeting_point) for rank in range(1, size)]
+    rendezvous = folder / "meeting"
+    first = Group(Split(0, size), rendezvous, [here for here, _ in pipes])
+    others = [Group(Split(rank, size), rendezvous) for rank in range(1, size)]
     return [first, *others], [there for _, there in pipes]
 
 

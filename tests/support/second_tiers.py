@@ -93,15 +93,15 @@ class TieredPool:
 
     def settle(self) -> None:
         """Runs all copies and those that follow."""
-        self.pool.lower.advance()
+        self.pool.second_tier.advance()
         while any(background.tasks for background in self.backgrounds.values()):
             for background in self.backgrounds.values():
                 background.run()
-            self.pool.lower.advance()
+            self.pool.second_tier.advance()
 
     def found(self, text: str) -> str:
         """How much of a text the pool holds after all possible restores."""
-        self.pool.lower.restore_pages(keys(text))
+        self.pool.second_tier.restore_pages(keys(text))
         self.settle()
         with self.compute(text) as lease:
             return text[: lease.found]

@@ -149,10 +149,10 @@ def test_a_page_that_is_written_while_the_writer_is_behind_is_in_memory_only(
     made = TieredPool(pages=8, folder=tmp_path)
     made.settle()
     made.keep("abcdefgh")
-    made.pool.lower.advance()
+    made.pool.second_tier.advance()
     for _ in range(4):
         made.backgrounds["save-pages"].run()
-        made.pool.lower.advance()
+        made.pool.second_tier.advance()
     assert len(made.backgrounds["write-pages"].tasks) == 1
     assert len(made.tier.tiers[Tier.HOST].cache) == 2, "as many as are to be had without a loss"
     assert made.tier.counts[Tier.FILES].dropped == 1

@@ -51,7 +51,7 @@ def test_nothing_is_copied_while_there_are_empty_pages() -> None:
 def test_a_page_that_is_wanted_before_it_is_saved_is_lost_and_nobody_waits() -> None:
     made = TieredPool(pages=8)
     made.keep("abcdefgh")
-    made.pool.lower.advance()
+    made.pool.second_tier.advance()
     assert made.backgrounds["save-pages"].tasks, "a copy has begun, and not ended"
     assert made.pool.free == 7
     with made.pool.acquire(7):
@@ -66,7 +66,7 @@ def test_half_of_what_is_free_can_be_had_while_pages_are_copied() -> None:
     made = TieredPool(pages=80, rows=80)
     made.keep("abcdefgh")
     with made.pool.acquire(72):
-        made.pool.lower.advance()
+        made.pool.second_tier.advance()
         assert (made.pool.free, made.pool.leased) == (4, 76)
         with made.pool.acquire(4):
             made.settle()
@@ -77,7 +77,7 @@ def test_pages_that_are_being_saved_count_as_returning() -> None:
     made = TieredPool(pages=8)
     made.keep("abcdefgh")
     assert not made.pool.returning
-    made.pool.lower.advance()
+    made.pool.second_tier.advance()
     assert made.pool.returning
     made.settle()
     assert not made.pool.returning
@@ -87,11 +87,11 @@ def test_a_prompt_waits_for_its_pages_and_then_finds_them() -> None:
     made = full()
     made.keep("x")
     made.settle()
-    assert made.pool.lower.restore_pages(keys("a")) == 1
-    assert made.pool.lower.is_restoring(keys("a")[0])
-    assert made.pool.lower.restore_pages(keys("a")) == 0, "it is under way"
+    assert made.pool.second_tier.restore_pages(keys("a")) == 1
+    assert made.pool.second_tier.is_restoring(keys("a")[0])
+    assert made.pool.second_tier.restore_pages(keys("a")) == 0, "it is under way"
     made.settle()
-    assert not made.pool.lower.is_restoring(keys("a")[0])
+    assert not made.pool.second_tier.is_restoring(keys("a")[0])
     with made.compute("a") as lease:
         assert lease.found == 1
 
@@ -104,7 +104,7 @@ def test_the_prefix_that_a_restoration_follows_stays_in_the_pool(tmp_path: Path)
     made.settle()
     held = len(made.pool.cache.find(keys("abcdef")))
     assert 0 < held < 6
-    assert made.pool.lower.restore_pages(keys("abcdef")) == 6 - held
+    assert made.pool.second_tier.restore_pages(keys("abcdef")) == 6 - held
     with made.pool.acquire(2):  # would evict the prefix, which has been idle for the longest
         made.settle()
         assert made.found("abcdef") == "abcdef"
@@ -126,7 +126,7 @@ def test_what_a_failed_step_has_read_is_not_brought_back(tmp_path: Path) -> None
 def test_what_is_forgotten_while_it_is_saved_is_not_kept(tmp_path: Path) -> None:
     made = TieredPool(folder=tmp_path)
     made.keep("ab")
-    made.pool.lower.advance()
+    made.pool.second_tier.advance()
     with made.compute("ab") as lease:
         lease.forget()
     made.settle()
@@ -137,14 +137,14 @@ def test_what_is_forgotten_while_it_is_saved_is_not_kept(tmp_path: Path) -> None
 def test_a_restorer_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = full()
     made.keep("xy")
-    assert made.pool.lower.restore_pages(keys("a")) == 1
+    assert made.pool.second_tier.restore_pages(keys("a")) == 1
     with monkeypatch.context() as patch:
         patch.setattr(second_tier, "STALL_SECONDS", 0.0)
-        made.pool.lower.advance()
-    assert not made.pool.lower.is_restoring(keys("a")[0])
+        made.pool.second_tier.advance()
+    assert not made.pool.second_tier.is_restoring(keys("a")[0])
     assert made.pool.check_integrity(held=0) == ""
     before = made.kv.clone()
-    assert made.pool.lower.restore_pages(keys("a")) == 0, "its thread may still stand still"
+    assert made.pool.second_tier.restore_pages(keys("a")) == 0, "its thread may still stand still"
     made.backgrounds["restore-pages"].run()
     assert made.kv.equal(before), "no page is written once it was given up"
     made.settle()
@@ -155,7 +155,7 @@ def test_a_thread_that_fails_is_not_overlooked() -> None:
     made = TieredPool(pages=8)
     made.tier._post_crash(OSError("gone"))
     with pytest.raises(Internal, match="gone"):
-        made.pool.lower.advance()
+        made.pool.second_tier.advance()
 
 
 def test_pages_are_computed_where_that_takes_less_and_now_and_then_tried_again() -> None:
@@ -177,14 +177,14 @@ def test_what_takes_longer_than_compute_is_computed() -> None:
     made.keep("xy")
     made.tier.costs.copies[Tier.HOST].add(1, 1.0)
     made.tier.costs.compute.add(PAGE, 0.1)
-    assert made.pool.lower.restore_pages(keys("a")) == 0
+    assert made.pool.second_tier.restore_pages(keys("a")) == 0
     assert made.tier.counts[Tier.HOST].hits == 1
 
 
 def test_what_changed_is_told_once_and_with_its_last_state() -> None:
     made = full(rows=2)
     told = made.tier.changes.drain().keys()
-    assert len(told) == len(made.tier) == len(made.pool.lower)
+    assert len(told) == len(made.tier) == len(made.pool.second_tier)
     made.keep("vwxyz")
     made.settle()
     assert told ^ made.tier.changes.drain().keys() == set(made.tier.keys)
@@ -215,13 +215,13 @@ def _do_something(draw: random.Random, made: TieredPool, leases: list[Lease]) ->
     text = "".join(draw.choices("ab", k=draw.randrange(1, 7)))
     match draw.choice(["prompt", "prompt", "release", "release", "copy", "copy", "step", "fail"]):
         case "prompt" if made.pool.cost(len(text), keys(text)) <= made.pool.free:
-            if not made.pool.lower.restore_pages(keys(text)):
+            if not made.pool.second_tier.restore_pages(keys(text)):
                 leases.append(made.compute(text))
         case "release" if leases:
             leases.pop(draw.randrange(len(leases))).release()
         case "copy":
             draw.choice(list(made.backgrounds.values())).run(draw.randrange(1, 4))
         case "step":
-            made.pool.lower.advance()
+            made.pool.second_tier.advance()
         case "fail" if leases and draw.random() < 0.2:
             leases[-1].forget()

@@ -107,7 +107,7 @@ class Server:
         while self.pool.returning or (self.tier.files is not None and self.tier.files.pending):
             assert self._woken.wait(WAKE_SECONDS)
             self._woken.clear()
-            self.pool.lower.advance()
+            self.pool.second_tier.advance()
 
     def _compute(self, prompt: list[int]) -> Sequence:
         work = Work(AttemptKey(str(prompt), 1), prompt, Sampling(), ANSWER, frozenset())
@@ -117,7 +117,7 @@ class Server:
 
     def _step(self) -> None:
         self._woken.clear()
-        self.pool.lower.advance()
+        self.pool.second_tier.advance()
         plan = self._scheduler.next()
         if not plan:
             assert self._woken.wait(WAKE_SECONDS), "nothing is copied, and nothing can run"

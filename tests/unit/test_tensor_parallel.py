@@ -206,7 +206,7 @@ def test_the_settings_of_a_rank_read_back_as_they_were_sent() -> None:
         transport="auto",
         log_level="info",
         load=load,
-        meeting_point="there",
+        rendezvous="there",
         rows_file=7,
     )
     sent = pickle.loads(pickle.dumps(settings))
@@ -272,9 +272,9 @@ class GlooInPlaceOfNccl(NcclGroup):
         distributed.init_process_group("gloo", store=store, rank=split.rank, world_size=split.size)
 
 
-def summed(rank: int, meeting_point: Path) -> list[torch.Tensor]:
+def summed(rank: int, rendezvous: Path) -> list[torch.Tensor]:
     """Of 1 and of 7 rows: row 0 is the same in both."""
-    group = GlooInPlaceOfNccl(Split(rank, 3), meeting_point)
+    group = GlooInPlaceOfNccl(Split(rank, 3), rendezvous)
     group.connect(torch.device("cpu"))
     rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(rank)).bfloat16()
     return [group.sum(rows[:1].clone()), group.sum(rows.clone()), rows]
