@@ -181,7 +181,7 @@ class Pricing:
         return sorted(chances, key=chances.__getitem__, reverse=True)[:most]
 
     def begun(self, pace: Pace) -> Pace:
-        """The pace with what rounds cost besides, however many follow."""
+        """The pace with the fixed cost of rounds, independent of their number."""
         return pace._replace(seconds=pace.seconds + pace.wait + self._cost.coefficients[0])
 
     def pays(self, saved: float) -> bool:

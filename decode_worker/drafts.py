@@ -5,14 +5,14 @@
                             └─────────┘ behind by many tokens              │
                             └─────────┴── no page left, preempted, ended ──┘
 
-The draft has pages of its own. It computes prompts by itself, so nothing of it is transferred, and
-what is dropped is computed again, as far as its prefix cache does not have it.
+The draft has pages of its own. It computes prompts itself, so none of its pages are transferred;
+dropped pages are computed again unless its prefix cache has them.
 
 A round runs one token of each request and draws the next as the request itself would: with its
 sampling, its grammar, and the noise of its seed and the position. So drawn tokens are guessed as
-well as the best ones. Rounds are run, and prompts computed, where that is predicted to pay or to be
-tried (decode_worker/draft_pricing.py). How likely the draft itself finds a guess says most about
-whether it is right.
+well as the best ones. Rounds are run, and prompts computed, where that is predicted to pay, or as a
+trial (decode_worker/draft_pricing.py). The draft's own probability of a guess predicts best whether
+it is right.
 
 On a GPU, where steps run ahead, the draft guesses behind tokens that the host must know. What a
 step that waits for them brings is predicted by the share of right guesses alone. What rounds cost
@@ -71,7 +71,7 @@ class Round(NamedTuple):
 
 
 class Drafts:
-    """`vocabulary` is the size of the main model's, which may be padded otherwise."""
+    """`vocabulary` is the size of the main model's vocabulary, whose padding may differ."""
 
     def __init__(
         self,
@@ -141,8 +141,8 @@ class Drafts:
         return (follower.acceptance if follower else self.pricing.seen).share(ANY)
 
     def waits(self, wanted: dict[Sequence, int], pace: Pace) -> bool:
-        """Whether a device should wait for the tokens in flight, for guesses behind these: where
-        that is predicted to pay, or to be tried."""
+        """Whether a device should wait for the tokens in flight, for guesses behind them: where
+        that is predicted to pay, or as a trial."""
         going = self._going(wanted, pace)
         return bool(going) and (self.pricing.tries or self.pricing.pays(self._saves(going, pace)))
 
@@ -169,7 +169,7 @@ class Drafts:
         return follower is not None and not follower.failed and short
 
     def _to_begin(self, asking: dict[Sequence, int], pace: Pace) -> list[Sequence]:
-        """The requests that the draft should begin to follow: all that pay, or one to be tried."""
+        """The requests that the draft should begin to follow: all that pay, or one as a trial."""
         others = {each: len(each.tokens) for each in asking if each not in self._followers}
         if not others or not self.pricing.invests:
             return []
@@ -281,8 +281,8 @@ class Drafts:
         self._followers[request] = Follower(sequence, acceptance, len(tokens))
 
     def _guess(self, ready: dict[Sequence, Follower], pace: Pace, most: int, tries: bool) -> None:
-        """Rounds, as long as they pay; else at most one, if it is to be tried. Where steps run
-        ahead, so do rounds, by one."""
+        """Runs rounds as long as they pay; otherwise at most one, as a trial. Where steps run
+        ahead, rounds do too, by one."""
         going, in_flight, pace = ready, None, self.pricing.begun(pace)
         while True:
             chosen, pace = self._choose(going, pace, tries)
@@ -333,8 +333,8 @@ class Drafts:
         return self._launch(plan, followers)
 
     def _take(self, follower: Follower, outcome: Outcome) -> bool:
-        """Whether it was guessed: nothing is from a stop token on, or from one that the main model
-        does not have."""
+        """Adds the guess of an outcome. False after an error, a stop token, or a token that the
+        main model does not have."""
         if isinstance(outcome, BatonError):
             self._fail(follower)
         return isinstance(outcome, Drawn) and self._add(follower, outcome)

@@ -127,13 +127,13 @@ class TokenGuide:
     def mask(self, ahead: int = 0) -> Mask:
         """One number per token: 0 where it may not come next, or behind `ahead` guesses."""
         if self._mask is None or (ahead and self._ahead is None):
-            raise Internal("a guide is asked before it has begun to follow")
+            raise Internal("a guide has no mask before it follows tokens")
         try:
             if ahead and self._ahead is not None:
                 return self._ahead.result(MASK_SECONDS)[ahead - 1]
             return self._mask.result(MASK_SECONDS)
         except TimeoutError:
-            raise Exhausted("the grammar took too long to say what may come next") from None
+            raise Exhausted("the grammar took too long to compute the next mask") from None
 
     def _next(self, before: Future[Mask] | None, tokens: list[int]) -> Mask:
         matcher = self._matcher.result()

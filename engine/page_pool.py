@@ -327,11 +327,11 @@ class PagePool:
     def check_integrity(self, held: int | None = None) -> str:
         """Empty when every page is free, cached, or held by as many leases as it counts.
 
-        `held` is how many pages the owner knows of, without those the second tier copies.
+        `held` is how many pages the owner holds, without those that the second tier copies.
         """
         leased = self._leased_by_owner() if held is not None else 0
         if held is not None and held != leased:
-            return f"{leased} pages are leased, but the owner knows of {held}"
+            return f"{leased} pages are leased, but the owner holds {held}"
         if not self._changed:
             return ""
         problem = self._count_pages() or self.cache.check() or self.second_tier.check()

@@ -281,11 +281,11 @@ class PrefixCache:
         """Empty when the index is consistent; else what is wrong."""
         pages = map(self._pages.get, self._keys.values())
         if len(self._pages) != len(self._keys) or not all(map(eq, pages, self._keys)):
-            return "a key and its page do not know each other"
+            return "a key and its page do not match"
         if not self._keys.keys() >= set(self._idle):
             return "an idle page has no key"
         if not (self._unsaved.keys() <= self.idle_pages and self._copied <= set(self._idle)):
-            return "a page is to be saved, or being saved, and not idle"
+            return "an unsaved page, or one being saved, is not idle"
         if not self._until.keys() <= self._keys.keys():
             return "a page is retained without contents"
         return ""

@@ -26,7 +26,7 @@ from baton.engine.page_pool import Lease
 KEEP = 0.9
 """Weight of earlier measurements when a new one comes."""
 FADE = 0.99
-"""A tier found too slow is assumed a little faster each time, so that it is tried again."""
+"""The cost of a tier found too slow decays by this each time, so that it is tried again."""
 
 
 class Tier(enum.StrEnum):

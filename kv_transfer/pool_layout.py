@@ -1,5 +1,5 @@
-"""Whether two pools can exchange pages, which bytes of a page go where, and how pages that
-arrive damaged are found.
+"""Layouts of pools: whether two can exchange pages, which bytes of a page go where, and digests
+that show damaged pages.
 
 Pages are copied byte for byte, so every field of `PoolLayout` must be equal on
 both sides. The layout's hash is part of each ticket.

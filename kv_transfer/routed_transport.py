@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouteChoice:
-    """How a peer is reached."""
+    """The transport that reaches a peer."""
 
     transport: str
     why: str  # why no better transport was possible; empty for the best

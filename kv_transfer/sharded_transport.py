@@ -61,15 +61,15 @@ _Place = tuple[int, str]
 class _Peer:
     total_pages: int
     links: dict[_Place, HeadLink]  # the first one takes notes
-    broken: set[_Place] = field(default_factory=set)  # links that carry nothing any more
-    gone: set[_Place] = field(default_factory=set)  # of these, those that nothing comes over
+    broken: set[_Place] = field(default_factory=set)  # links to which nothing can be written
+    gone: set[_Place] = field(default_factory=set)  # of these, links over which nothing arrives
     probe_at: float = 0.0
 
 
 @dataclass(slots=True)
 class _Write:
     peer: str
-    note: bytes  # to be sent when all parts are done; empty when it is, or there is none
+    note: bytes  # sent when all parts are done; empty without one, or when it was sent
     parts: int = 0  # under way
     error: BatonError | None = None
 

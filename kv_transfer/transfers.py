@@ -188,7 +188,7 @@ class Transfers:
         self._deliver_ticket(command.key, command.ticket, pages=len(command.pages))
 
     def _deliver_ticket(self, key: AttemptKey, sealed: bytes, pages: int | None = None) -> None:
-        """The ticket of a push, which fills all of its pages, or the first `pages`."""
+        """Gives a push its ticket. It fills all of the ticket's pages, or the first `pages`."""
         push = self._senders.get(key)
         try:
             body = open_ticket(sealed, self._address.layout)

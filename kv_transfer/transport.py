@@ -155,7 +155,7 @@ def check_pages(write: PageWrite, local_total: int, remote_total: int) -> None:
         raise Internal(f"{len(local)} pages do not fit into {len(remote)}")
     for pages, total in ((local, local_total), (remote, remote_total)):
         if pages and not 0 <= min(pages) <= max(pages) < total:
-            raise Internal(f"pages {min(pages)} to {max(pages)} leave a pool of {total}")
+            raise Internal(f"pages {min(pages)} to {max(pages)} are outside a pool of {total}")
 
 
 def check_page_size(here: int, address: PoolAddress) -> None:

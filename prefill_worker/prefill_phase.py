@@ -113,8 +113,8 @@ class PrefillPhase(Phase[PrefillSequence]):
         return job
 
     def _may_fetch(self, job: PrefillSequence) -> bool:
-        """Whether the pages are not coming anyway, and there is room for all waiting prompts: a
-        fetch must not delay them."""
+        """Whether to fetch: the pages are not coming anyway, and there is room for all waiting
+        prompts, which a fetch must not delay."""
         has_room = self._scheduler.waiting_pages <= self._pool.free
         return has_room and not self._scheduler.has_to_wait(job)
 
@@ -221,7 +221,7 @@ class PrefillPhase(Phase[PrefillSequence]):
                 self._push(job, full, end)
 
     def _push(self, job: PrefillSequence, count: int, after: DeviceEvent | None = None) -> None:
-        """Pushes those of a prompt's first `count` pages that were not pushed before."""
+        """Pushes the pages among a prompt's first `count` that were not pushed before."""
         if job.push and count > job.pushed_pages:
             pages = job.lease.listed(job.pushed_pages, count, len(job.work.prompt_tokens))
             if pages:

@@ -77,7 +77,7 @@ def _fetch(adapter: Adapter, source: str, identity: Identity | None) -> None:
 def _write(folder: Path, parts: Iterator[pb.AdapterPart]) -> None:
     for part in parts:
         if part.file not in FILES:
-            raise AdapterMissing(f"{part.file!r} is no file of an adapter")
+            raise AdapterMissing(f"{part.file!r} is not a file of an adapter")
         with (folder / part.file).open("ab") as file:
             file.write(part.content)
 

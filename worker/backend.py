@@ -245,7 +245,7 @@ class Backend:
             try:
                 pool.load_now(find_adapter(folder))
             except AdapterMissing as error:  # routers name workers that have it
-                log.warning("adapter %s is to be fetched when needed: %s", name, error.message)
+                log.warning("adapter %s will be fetched when it is needed: %s", name, error.message)
         self._times.mark("adapters")
 
     def _gpu_settings(self, role: Role) -> GpuSettings:

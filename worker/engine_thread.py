@@ -102,7 +102,7 @@ class EngineThread(threading.Thread):
     def problem(self, stall_seconds: float) -> str:
         """Why the engine cannot be used; empty when it can. May be called from any thread."""
         if time.monotonic() - self._reported > stall_seconds:
-            return f"the engine has not moved for {stall_seconds:g} seconds"
+            return f"the engine has made no progress for {stall_seconds:g} seconds"
         return self._fault
 
     def run_phase(self, make_phase: MakePhase) -> Future[None]:

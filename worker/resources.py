@@ -41,8 +41,8 @@ def use_threads(threads: int) -> None:
 
 
 def lower_priority(niceness: int) -> None:
-    """Lowers the priority of the calling thread, and of threads that it starts later. One that
-    is lower already stays: not everyone may raise it."""
+    """Lowers the priority of the calling thread, and of threads that it starts later. A lower one
+    stays: raising it may not be permitted."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, max(own, niceness))
 

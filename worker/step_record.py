@@ -145,7 +145,7 @@ def open_record(scope: str) -> StepRecord:
     try:
         return _open(quote(scope, safe=""))
     except OSError as error:
-        log.warning("no step record: %s; if this worker dies, its requests are suspects", error)
+        log.warning("no step record: %s; if this worker ends, its requests are suspects", error)
         return StepRecord()
 
 

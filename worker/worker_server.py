@@ -213,8 +213,8 @@ class WorkerServer:
             await self._run_phase(lambda: self._backend.switch_role(role))
             self._on_role(role)
         ended = time.monotonic()
-        outcome = f"not taken: {error}" if error else f"taken in {ended - drained:.3f} s"
-        log.info("role %s %s", role.value, outcome)
+        outcome = f"failed: {error}" if error else f"took {ended - drained:.3f} s"
+        log.info("the switch to role %s %s", role.value, outcome)
         self._switching = None
         self._broadcast_role(
             pb.RoleSwitched(

@@ -229,7 +229,7 @@ def _run_without_weights(config: Any, model_class: Any, seen: _Observed) -> str:
     names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     found = [names[id(module)] for module in bodies if names[id(module)]]
     if not found:
-        raise UnsupportedModel(f"{seen.name} has no body that can be told from its head")
+        raise UnsupportedModel(f"{seen.name} has no body that can be distinguished from its head")
     return found[-1]  # the outermost ends last
 
 
