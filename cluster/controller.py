@@ -114,8 +114,8 @@ class Controller:
         await self._publish()
 
     async def _start_workers(self) -> None:
-        """Has the fleet include workers of the models that never had any. An error, or the end of
-        this process, leaves that to the next try."""
+        """Adds workers of models that never had any to the fleet. An error, or the end of this
+        process, leaves that to the next try."""
         for name in self._without_workers & set(self._models.served):
             config = self._models.config(name)
             prefill, decode = config.prefill.workers, config.decode.workers

@@ -1,4 +1,4 @@
-"""Keeps a router's models as the controller says.
+"""Follows the controller's list of models: loads, serves and closes them.
 
     named ─loaded─▶ served ─no longer named─▶ leaving: its requests run on ─idle─▶ closed
 
@@ -66,8 +66,8 @@ class FollowedModels:
                 self._loading[named.name] = asyncio.create_task(self._load_until_served(named))
 
     async def ask_to_add(self, named: pb.NamedModel) -> None:
-        """Has the controller name a model that can be served, with its locations resolved: all
-        processes load the same. Raises InvalidRequest with why it cannot be."""
+        """Loads a model, then asks the controller to name it, with its locations resolved: all
+        processes load the same. Raises InvalidRequest with why it cannot be served."""
         self._models.check_free(named.name)
         if named.name in self._adding:
             raise InvalidRequest(f"a model {named.name!r} is being added", field="name")

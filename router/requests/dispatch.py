@@ -116,7 +116,7 @@ class Dispatcher:
             link.note_canary(f"its canary failed: {problem}" if problem else "")
 
     async def try_adapter(self, adapter: Adapter) -> None:
-        """Has every worker load it; raises why one cannot."""
+        """Loads an adapter on every worker; raises why one cannot."""
         links = [link for link in self.membership.links if link.takes_requests]
         if not links:
             raise Unavailable("no workers are ready")
@@ -126,8 +126,8 @@ class Dispatcher:
                 raise InvalidAdapter(f"{link.worker_id} cannot load the adapter: {problem}")
 
     async def _try_worker(self, link: WorkerLink, adapter: Adapter | None = None) -> str:
-        """Has the worker make one token after token 0, which every vocabulary has. Returns what
-        went wrong, or an empty string."""
+        """Generates one token on the worker, after token 0, which every vocabulary has. Returns
+        what went wrong, or an empty string."""
         key = AttemptKey(f"canary-{uuid.uuid4().hex}", 1)
         work = Work(key, [0], Sampling(), 1, frozenset(), adapter=adapter)
         if link.role is Role.PREFILL:

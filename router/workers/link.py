@@ -157,7 +157,7 @@ class WorkerLink:
         self._holds.count(self.host, change)
 
     def hold(self, *, pause: bool) -> None:
-        """Has its background requests pause, or run again."""
+        """Pauses its background requests, or continues them."""
         self.send(pb.RouterMessage(hold=pb.Hold(pause=pause)))
 
     @property
