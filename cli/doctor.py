@@ -167,6 +167,8 @@ def check_device(config: Config) -> tuple[str, Check]:
     """The device that workers would use, and its description."""
     import torch
 
+    from baton.engine.model_choice import describe_cpu
+
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if config.device == "cuda" and not names:
         advice = f"torch is built for CUDA {torch.version.cuda}: check nvidia-smi and the driver"
@@ -174,7 +176,8 @@ def check_device(config: Config) -> tuple[str, Check]:
             advice = "this torch is built for CPUs: install one that is built for CUDA"
         return "cpu", Check("fail", "device", "device is cuda, and torch sees no GPU", advice)
     if config.device == "cpu" or not names:
-        return "cpu", Check("ok", "device", f"CPU, {os.cpu_count()} cores")
+        found = f"CPU, {os.cpu_count()} cores: {describe_cpu(config.dtype)}"
+        return "cpu", Check("ok", "device", found)
     return "cuda", Check("ok", "device", f"{len(names)} GPU: {', '.join(names)}")
 
 

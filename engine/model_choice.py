@@ -72,6 +72,13 @@ def choose_dtype(configured: str, device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
+def describe_cpu(dtype: str) -> str:
+    """What a CPU computes in, and with what, in one line."""
+    from baton.kernels.cpu import compiler  # imports torch
+
+    return f"{choose_dtype(dtype, 'cpu')}, {compiler.describe()}"
+
+
 def model_type(folder: Path) -> str:
     """As its config.json states it."""
     return read_stated(folder / "config.json").get("model_type", str, "")

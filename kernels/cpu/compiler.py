@@ -199,6 +199,19 @@ def available() -> bool:
     return reason is None
 
 
+def describe() -> str:
+    """Which kernels this process has, or why none of ours."""
+    if reason := _obstacle():
+        return f"torch's own kernels, since {reason}"
+    if _is_arm():
+        return f"kernels compiled for Arm{' with dot products' * has_dot()}"
+    vectors = "AVX-512" if registers() == AVX512 else "AVX2"
+    kinds = {"VNNI": has_byte_dot(), "AMX": has_amx() or has_integer_amx()}
+    return " and ".join(
+        (f"kernels compiled for {vectors}", *(k for k, has in kinds.items() if has))
+    )
+
+
 def _obstacle() -> str | None:
     if not _is_arm() and platform.machine() not in ("x86_64", "AMD64"):
         return f"there are no compiled kernels for {platform.machine()}"

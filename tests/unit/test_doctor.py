@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from baton.cli import doctor
 from baton.cli.app import app
 from baton.cli.doctor import check_device, check_memory, check_ports, check_transports
 from baton.core.config import parse
+from baton.kernels.cpu import compiler
 
 
 @pytest.fixture
@@ -75,6 +77,18 @@ def test_a_missing_gpu_fails(sound: dict[str, object], monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     device, found = check_device(parse({**sound, "device": "cuda"}))
     assert (device, found.verdict) == ("cpu", "fail")
+
+
+def test_a_cpu_is_named_with_its_dtype_and_kernels(
+    sound: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = check_device(parse(sound))
+    assert f"{os.cpu_count()} cores: float32, kernels compiled for " in found.finding
+    monkeypatch.setattr(compiler, "_obstacle", lambda: "llvmlite is not installed")
+    _, found = check_device(parse({**sound, "dtype": "bfloat16"}))
+    assert found.finding.endswith(
+        ": bfloat16, torch's own kernels, since this CPU has no AVX2 and FMA"
+    )
 
 
 def test_a_transport_that_cannot_work_fails_with_its_reason(sound: dict[str, object]) -> None:
