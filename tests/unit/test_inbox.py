@@ -89,11 +89,11 @@ async def test_draining_ends_when_no_event_comes_in_time() -> None:
 
 
 async def test_an_event_restarts_the_wait() -> None:
-    handler = Handler(3, seconds=0.3)
+    handler = Handler(3, seconds=1.0)
     inbox = inbox_of(handler)
     draining = asyncio.ensure_future(inbox.drain(handler.seconds))
     for number in range(3):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.4)
         inbox.put(token(number))
     assert await draining
 
