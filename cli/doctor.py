@@ -115,17 +115,19 @@ def run_checks(config: Config) -> Iterator[Check]:
 
 def check_quality(config: Config) -> Iterator[Check]:
     """Loads the model twice and predicts a text of 2,700 tokens with each."""
-    from baton.engine.model_choice import choose_dtype
+    from baton.engine.model_choice import choose_dtype, uses_fallback
     from baton.engine.quality import measure
 
     if config.models:
         raise InvalidConfig("--quality compares one model; give a file without `models`")
     device, found = check_device(config)
     yield found
+    folder = model_store.locate(config.model)
+    fallback = uses_fallback(folder, config.engine)
     quality = measure(
-        model_store.locate(config.model),
+        folder,
         device,
-        dtype=choose_dtype(config.dtype, device),
+        dtype=choose_dtype(config.dtype, device, fallback=fallback),
         engine=config.engine,
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,
@@ -167,7 +169,7 @@ def check_device(config: Config) -> tuple[str, Check]:
     """The device that workers would use, and its description."""
     import torch
 
-    from baton.engine.model_choice import describe_cpu
+    from baton.engine.model_choice import choose_dtype, describe_cpu
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if config.device == "cuda" and not names:
@@ -176,7 +178,8 @@ def check_device(config: Config) -> tuple[str, Check]:
             advice = "this torch is built for CPUs: install one that is built for CUDA"
         return "cpu", Check("fail", "device", "device is cuda, and torch sees no GPU", advice)
     if config.device == "cpu" or not names:
-        found = f"CPU, {os.cpu_count()} cores: {describe_cpu(config.dtype)}"
+        dtype = choose_dtype(config.dtype, "cpu")
+        found = f"CPU, {os.cpu_count()} cores: {describe_cpu(dtype)}"
         return "cpu", Check("ok", "device", found)
     return "cuda", Check("ok", "device", f"{len(names)} GPU: {', '.join(names)}")
 

@@ -77,7 +77,10 @@ class Config:
         " and keys that override those above it (docs/OPERATIONS.md, Several models).",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "float32, bfloat16 or float16; auto chooses by device.", "--dtype"
+        "auto",
+        "float32, bfloat16 or float16; auto: bfloat16 on GPUs and on CPUs with AMX or AVX-512 BF16,"
+        " else float32.",
+        "--dtype",
     )
     engine: Literal["auto", "native", "transformers"] = key(
         "auto",

@@ -65,18 +65,23 @@ def uses_fallback(folder: Path, engine: EngineChoice = "auto") -> bool:
     return model_type(folder) not in FAMILIES
 
 
-def choose_dtype(configured: str, device: str) -> str:
-    """The configured type, or for "auto" what the device is fastest with."""
+def choose_dtype(configured: str, device: str, *, fallback: bool = False) -> str:
+    """The configured type, or for "auto" the one that `device` is fastest with. The fallback
+    engine computes in float32 on CPUs: in torch's bfloat16 a row's bits depend on its batch."""
     if configured != "auto":
         return configured
-    return "float32" if device == "cpu" else "bfloat16"
+    if device != "cpu":
+        return "bfloat16"
+    from baton.kernels.cpu import compiler  # imports torch
+
+    return "bfloat16" if compiler.multiplies_bfloat16() and not fallback else "float32"
 
 
 def describe_cpu(dtype: str) -> str:
     """What a CPU computes in, and with what, in one line."""
     from baton.kernels.cpu import compiler  # imports torch
 
-    return f"{choose_dtype(dtype, 'cpu')}, {compiler.describe()}"
+    return f"{dtype}, {compiler.describe()}"
 
 
 def model_type(folder: Path) -> str:

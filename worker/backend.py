@@ -32,7 +32,7 @@ from baton.core.types import Role
 from baton.engine.draft_model import find_draft, load_draft, locate_draft
 from baton.engine.engine import DTYPES, Engine
 from baton.engine.gpu.device import AdapterRoom, DraftRoom, GpuSettings
-from baton.engine.model_choice import choose_dtype
+from baton.engine.model_choice import choose_dtype, describe_cpu, uses_fallback
 from baton.engine.page_files import PageForm
 from baton.engine.page_memory import PageMemory, page_memory
 from baton.engine.second_tier import BATCH, SecondTier, second_tier_of
@@ -163,10 +163,13 @@ class Backend:
 
     def _load_engine(self, role: Role) -> None:
         config = self._config
-        dtype = choose_dtype(config.dtype, self._device)
         folder = self._locate_model()
-        how = describe_quantization(config.quantization, dtype, self._device)
-        self._progress(f"loading the model{how}")
+        fallback = uses_fallback(folder, config.engine)
+        dtype = choose_dtype(config.dtype, self._device, fallback=fallback)
+        native_cpu = self._device == "cpu" and not fallback
+        how = describe_cpu(dtype) if native_cpu else dtype
+        codes = describe_quantization(config.quantization, dtype, self._device)
+        self._progress(f"loading the model in {how}{codes}")
         gpu = self._gpu_settings(role)
         settings, devices = rank_settings(config, folder, role, self._device, dtype, gpu)
         self._times.mark("config")

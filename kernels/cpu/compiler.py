@@ -265,6 +265,11 @@ def _has_tiles(kind: str) -> bool:
     return amx.permitted()
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU is faster in bfloat16 than in float32."""
+    return available() and (has_amx() or rounds_to_bfloat16())
+
+
 @functools.cache
 def rounds_to_bfloat16() -> bool:
     """Whether this CPU has an instruction for it; without one, LLVM calls a library."""

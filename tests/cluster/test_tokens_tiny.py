@@ -106,4 +106,5 @@ def test_tokens_of_a_model_in_int8_are_those_of_one_engine(tmp_path: Path) -> No
         assert ask(cluster, prompts(0)) == expected
         assert {worker.quantization for worker in cluster.wait_idle()} == {"int8"}
         for worker in cluster.workers.values():
-            assert "loading the model; int8 weights multiplied by" in worker.log
+            assert "loading the model in float32, " in worker.log
+            assert "; int8 weights multiplied by" in worker.log

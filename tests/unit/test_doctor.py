@@ -82,8 +82,11 @@ def test_a_missing_gpu_fails(sound: dict[str, object], monkeypatch: pytest.Monke
 def test_a_cpu_is_named_with_its_dtype_and_kernels(
     sound: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, found = check_device(parse(sound))
-    assert f"{os.cpu_count()} cores: float32, kernels compiled for " in found.finding
+    for has_amx, dtype in ((False, "float32"), (True, "bfloat16")):
+        monkeypatch.setattr(compiler, "has_amx", lambda has=has_amx: has)
+        monkeypatch.setattr(compiler, "rounds_to_bfloat16", lambda: False)
+        _, found = check_device(parse(sound))
+        assert f"{os.cpu_count()} cores: {dtype}, kernels compiled for " in found.finding
     monkeypatch.setattr(compiler, "_obstacle", lambda: "llvmlite is not installed")
     _, found = check_device(parse({**sound, "dtype": "bfloat16"}))
     assert found.finding.endswith(
