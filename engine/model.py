@@ -128,7 +128,7 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] of `forward`'s output."""
-        return self.finish_logits(self.head(hidden, self.norm))
+        return self.finish_logits(self.head.logits(hidden, self.norm))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """The head's product, which it changes, as logits."""

@@ -72,13 +72,19 @@ class Panels:
         zeros = torch.zeros(self._outputs, dtype=weight.dtype)
         self._addend = zeros if bias is None else bias
         compiled = library(self._tile)  # when a model is loaded, not at its first step
-        names = ("lay_out", "product", *GATES)
+        names = ("lay_out", "product", "unrounded", *GATES)
         self._addresses = {name: compiled.address(name) for name in names}
 
     def product(self, x: Tensor, norm: RMSNorm | None, added: Tensor | None = None) -> Tensor:
         """x [rows, inputs], normalized if a norm is given -> [rows, outputs], with what is `added`
         to each row."""
-        return self._product(x, norm, *self._addends(added))
+        out = x.new_empty(x.shape[0], self._outputs)
+        return self._product(x, norm, *self._addends(added), out)
+
+    def unrounded(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """The product of normalized x, in float32."""
+        out = x.new_empty(x.shape[0], self._outputs, dtype=torch.float32)
+        return self._product(x, norm, self._addend, 0, out, "unrounded")
 
     def _addends(self, added: Tensor | None) -> tuple[Tensor, int]:
         """What the product's sums begin with, and from row to row."""
@@ -90,7 +96,8 @@ class Panels:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [rows, outputs] + the product of x."""
-        return self._product(x, None, *self._addends(residual))
+        out = x.new_empty(x.shape[0], self._outputs)
+        return self._product(x, None, *self._addends(residual), out)
 
     def gated(
         self,
@@ -110,12 +117,19 @@ class Panels:
         arguments.up_panels, arguments.up_addend = up._panels.data_ptr(), up_addend.data_ptr()
         return self._run(activation, arguments, gated)
 
-    def _product(self, x: Tensor, norm: RMSNorm | None, addend: Tensor, stride: int) -> Tensor:
+    def _product(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        addend: Tensor,
+        stride: int,
+        out: Tensor,
+        name: str = "product",
+    ) -> Tensor:
         x = x.contiguous()
-        out = x.new_empty(x.shape[0], self._outputs)
         (blocks,) = compiler.scratch(self._block_numbers(x))
         arguments = self._arguments(x, norm, blocks, addend, stride, out.data_ptr())
-        return self._run("product", arguments, out)
+        return self._run(name, arguments, out)
 
     def _run(self, name: str, arguments: ProductArguments, out: Tensor) -> Tensor:
         rows: int = arguments.rows

@@ -10,7 +10,7 @@ stays as it is. A tile is a block times a panel: all its sums stay in registers.
 
 Each sum runs over the inputs in order, in float32, whatever the tile: a row's result does not
 depend on the other rows, nor on the number of threads. Weights in bfloat16 are widened on
-their way to a register; normalized rows and results are rounded to bfloat16.
+their way to a register; normalized rows and results but logits are rounded to bfloat16.
 
 The last panel ends with the last output and may overlap the one before it; both then write
 the same numbers.
@@ -138,8 +138,9 @@ class ProductArguments(ctypes.Structure):
 
 @functools.cache
 def library(tile: Tile) -> Library:
-    """Functions `lay_out` (x as blocks), then `product` (x @ weight.T + addend) or one of an
-    activation's name (that of the product, times the same of up_panels)."""
+    """Functions `lay_out` (x as blocks), then `product` (x @ weight.T + addend), `unrounded` (the
+    same in float32) or one of an activation's name (that of the product, times the same of
+    up_panels)."""
     return Library(_module, tile)
 
 
@@ -147,9 +148,10 @@ def _module(tile: Tile) -> ir.Module:
     module = ir.Module("products")
     _lay_out(module, tile)
     panel = _panel(module, tile, tile.element)
-    _product(module, tile, panel)
-    # A gate and what it multiplies are not rounded.
+    _product(module, tile, panel, "product", tile.element)
+    # Logits, a gate and what it multiplies are not rounded.
     unrounded = panel if tile.element == FLOAT else _panel(module, tile, FLOAT)
+    _product(module, tile, unrounded, "unrounded", FLOAT)
     for name in GATES:
         gate = gate_code(module, name, tile.panel, tile.lanes, tile.element)
         _gated_product(module, tile, unrounded, gate, name)
@@ -313,12 +315,12 @@ def _scales(code: Function, rows: list[Memory], inputs: Count, epsilon: Memory) 
     return [one / (each.total() / size + epsilon.repeated()).root() for each in squares]
 
 
-def _product(module: ir.Module, tile: Tile, panel: Function) -> None:
-    code = Function(module, "product", [POINTER], exported=True)
+def _product(module: ir.Module, tile: Tile, panel: Function, name: str, result: ir.Type) -> None:
+    code = Function(module, name, [POINTER], exported=True)
     given = Arguments(code.arguments[0], ProductArguments)
     with _panels(code, given, tile) as at:
         outputs = given.count("outputs")
-        out = given.memory("out", tile.element).from_(at.row * outputs + at.column)
+        out = given.memory("out", result).from_(at.row * outputs + at.column)
         _call_panel(code, given, tile, panel, at, "", out, outputs)
     code.end()
 

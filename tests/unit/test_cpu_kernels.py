@@ -275,6 +275,24 @@ def test_bfloat16_attention_is_close(shape: tuple[int, int, int, int]) -> None:
     assert_close(decode_attention(query, rounded, reads, SCORING), wanted)
 
 
+def unrounded_logits() -> None:
+    weight, norm = torch.randn(199, 96).bfloat16(), RMSNorm(torch.rand(96).bfloat16(), 1e-5)
+    head = Linear(weight)
+    head.pack()
+    for rows in (1, 5, 37):
+        x = torch.randn(rows, 96).bfloat16()
+        found = head.logits(x, norm)
+        torch.testing.assert_close(found, norm(x).float() @ weight.float().t(), rtol=0, atol=1e-4)
+        assert torch.equal(found.bfloat16(), head(x, norm))
+
+
+@compiled
+def test_logits_of_bfloat16_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    unrounded_logits()
+    with emulated_tiles(monkeypatch):
+        unrounded_logits()
+
+
 @compiled
 @pytest.mark.parametrize("shape", [(9, 3, 64, 16), (33, 1, 32, 5), (14, 2, 96, 32)])
 def test_attention_on_tile_registers_is_close(
