@@ -41,8 +41,8 @@ TRIAL_PERIOD, TRIAL_ROWS, TRIAL_CHANCE = 64, 2, 0.5
 have been a busy moment's."""
 
 MOST_FOLLOWED = 64
-"""Sequences whose tokens are guessed where steps run ahead. The host takes some 10 us for each, and
-of more it would take longer than their step."""
+"""Sequences whose tokens are guessed where steps run ahead. The host takes some 10 to 30 us for
+each, and of more it would take longer than their step."""
 
 _Chance = tuple[float, Sequence]
 

@@ -78,13 +78,11 @@ class Panels:
     def product(self, x: Tensor, norm: RMSNorm | None, added: Tensor | None = None) -> Tensor:
         """x [rows, inputs], normalized if a norm is given -> [rows, outputs], with what is `added`
         to each row."""
-        out = x.new_empty(x.shape[0], self._outputs)
-        return self._product(x, norm, *self._addends(added), out)
+        return self._product(x, norm, *self._addends(added))
 
     def unrounded(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """The product of normalized x, in float32."""
-        out = x.new_empty(x.shape[0], self._outputs, dtype=torch.float32)
-        return self._product(x, norm, self._addend, 0, out, "unrounded")
+        return self._product(x, norm, self._addend, 0, name="unrounded", dtype=torch.float32)
 
     def _addends(self, added: Tensor | None) -> tuple[Tensor, int]:
         """What the product's sums begin with, and from row to row."""
@@ -96,8 +94,7 @@ class Panels:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [rows, outputs] + the product of x."""
-        out = x.new_empty(x.shape[0], self._outputs)
-        return self._product(x, None, *self._addends(residual), out)
+        return self._product(x, None, *self._addends(residual))
 
     def gated(
         self,
@@ -123,10 +120,12 @@ class Panels:
         norm: RMSNorm | None,
         addend: Tensor,
         stride: int,
-        out: Tensor,
+        *,
         name: str = "product",
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         x = x.contiguous()
+        out = x.new_empty(x.shape[0], self._outputs, dtype=dtype)
         (blocks,) = compiler.scratch(self._block_numbers(x))
         arguments = self._arguments(x, norm, blocks, addend, stride, out.data_ptr())
         return self._run(name, arguments, out)
