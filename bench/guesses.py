@@ -36,9 +36,10 @@ from baton.core.config import Config, settle
 from baton.core.config_values import Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.draft_pricing import Follower
-from baton.decode_worker.drafts import Drafts, Offer
+from baton.decode_worker.drafts import Drafts
 from baton.decode_worker.speculation import Speculation, most_guesses
 from baton.decode_worker.step_cost import StepCost
+from baton.engine.acceptance import Offer
 from baton.engine.draft_model import load_draft
 from baton.engine.engine import Engine
 from baton.engine.gpu.batch import step_arrays, upload

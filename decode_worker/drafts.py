@@ -39,6 +39,7 @@ from baton.decode_worker.draft_pricing import (
     Pace,
     Pricing,
 )
+from baton.engine.acceptance import Offer
 from baton.engine.draft_model import MOST_BEHIND
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
@@ -53,13 +54,6 @@ again and again in a full pool: its request has grown by half before its pages a
 
 REHEARSED, REHEARSED_TOKENS, REHEARSED_ROUNDS = (1, 2, 8, 32), 200, (4, 1, 2, 4, 1, 4)
 """Requests, their tokens, and the rounds of each, by which costs are measured."""
-
-
-class Offer(NamedTuple):
-    """Guesses of a request, and for each the chance that it and all before it are right."""
-
-    guesses: list[int]
-    chances: list[float]
 
 
 class Round(NamedTuple):

@@ -19,11 +19,12 @@ never what it is: a token is sampled at each position as it would be without gue
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from operator import itemgetter
 
 from baton.decode_worker.draft_pricing import Pace
-from baton.decode_worker.drafts import Drafts, Offer
+from baton.decode_worker.drafts import Drafts
 from baton.decode_worker.step_cost import StepCost
+from baton.engine.acceptance import Offer
 from baton.engine.page_pool import PagePool
 from baton.engine.prompt_lookup import PastAnswers, PromptLookup, new_acceptance
 from baton.engine.sequence import Sequence
@@ -41,7 +42,7 @@ TRIAL_PERIOD, TRIAL_ROWS, TRIAL_CHANCE = 64, 2, 0.5
 have been a busy moment's."""
 
 MOST_FOLLOWED = 64
-"""Sequences whose tokens are guessed where steps run ahead. The host takes some 10 to 30 us for
+"""Sequences whose tokens are guessed where steps run ahead. The host takes some 10 to 20 us for
 each, and of more it would take longer than their step."""
 
 _Chance = tuple[float, Sequence]
@@ -106,7 +107,7 @@ class Speculation:
         """A few likely guesses, where a step with guesses is due to be measured."""
         if self._steps_without < TRIAL_PERIOD:
             return Counter()
-        likely = sorted(chances, key=lambda each: -each[0])[: min(TRIAL_ROWS, most)]
+        likely = sorted(chances, key=itemgetter(0), reverse=True)[: min(TRIAL_ROWS, most)]
         return Counter(sequence for chance, sequence in likely if chance >= TRIAL_CHANCE)
 
     def _ahead(self, sequence: Sequence) -> Offer:
@@ -167,11 +168,6 @@ class Speculation:
         return Pace(tokens, seconds, (self._cost.seconds(2 * rows) - seconds) / rows, wait)
 
     def _found(self, sequence: Sequence) -> Offer:
-        guesses = self._offered(sequence)
-        assert sequence.lookup
-        return Offer(guesses, list(sequence.lookup.chances(len(guesses))))
-
-    def _offered(self, sequence: Sequence) -> list[int]:
         """The next tokens as far as they are guessed, and may come: none behind the last that
         max_tokens allows, and none from a stop token on."""
         if sequence.lookup is None:
@@ -180,22 +176,22 @@ class Speculation:
                 sequence.tokens, sequence.prompt_length, work.prediction, past, self._acceptance
             )
         sequence.lookup.follow()
-        guesses = sequence.lookup.guess(most_guesses(sequence))
-        ends = (at for at, guess in enumerate(guesses) if guess in sequence.work.stop_token_ids)
-        return guesses[: next(ends, len(guesses))]
+        return sequence.lookup.offer(most_guesses(sequence), sequence.work.stop_token_ids)
 
     def _depths(
-        self, chances: Iterable[_Chance], decoding: list[Sequence], rows: int, most: int
+        self, chances: list[_Chance], decoding: list[Sequence], rows: int, most: int
     ) -> Counter[Sequence]:
         """How many guesses of each sequence pay, where the step has `rows` rows without them and
         brings each of those that decode a token."""
+        if not chances:
+            return Counter()
         cost, most = self._cost, min(most, self._cost.most_rows(rows) - rows)
         waits = self._runs_ahead and not all(each.sampled_by_tokens for each in decoding)
         tokens = float(len(decoding))
         without = tokens / cost.seconds(rows)
         seconds = cost.seconds(rows, waited=waits)
         depths: Counter[Sequence] = Counter()
-        for chance, sequence in sorted(chances, key=lambda each: -each[0])[:most]:
+        for chance, sequence in sorted(chances, key=itemgetter(0), reverse=True)[:most]:
             rows += 1
             longer = cost.seconds(rows, waited=waits)
             if (tokens + chance) * seconds <= tokens * longer:

@@ -10,6 +10,7 @@ rows cost little, one line fits all.
 from __future__ import annotations
 
 import bisect
+import functools
 from typing import NamedTuple
 
 from baton.core.online_fit import OnlineFit
@@ -71,6 +72,7 @@ class StepCost:
         return max(2 * self._most_measured, rows + FEW_ROWS)
 
 
+@functools.cache
 def _shares(rows: int, known: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
     """The places of its neighbours in `known`, and their shares of the cost of a step."""
     above = bisect.bisect_left(known, rows)

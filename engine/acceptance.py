@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 PRIOR_WEIGHT = 2.0
 MEMORY, LONG_MEMORY = 0.94, 0.99
 """What a comparison counts for after each further one of its kind: for its sequence, and for the
 sequences that begin later."""
+
+
+class Offer(NamedTuple):
+    """Guesses of a request, and for each the chance that it and all before it are right."""
+
+    guesses: list[int]
+    chances: list[float]
 
 
 class Acceptance:
@@ -21,10 +31,17 @@ class Acceptance:
 
     def of_sequence(self) -> Acceptance:
         """Begins with what this one has seen, and adds to that."""
-        return Acceptance(list(map(self.share, range(len(self._right)))), self)
+        return Acceptance(self._shares(), self)
 
     def share(self, kind: int) -> float:
         return self._right[kind] / self._compared[kind]
+
+    def chances(self, kinds: list[int]) -> list[float]:
+        """For each of these guesses, that it and all before it are right."""
+        return list(accumulate(map(self._shares().__getitem__, kinds), operator.mul))
+
+    def _shares(self) -> list[float]:
+        return list(map(operator.truediv, self._right, self._compared))
 
     def note(self, kind: int, *, right: bool) -> None:
         self._right[kind] = self._memory * self._right[kind] + right

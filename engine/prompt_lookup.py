@@ -9,11 +9,10 @@ it, whether or not that was run. So the chance of a guess is known without tryin
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable
 
-from baton.engine.acceptance import Acceptance
+from baton.engine.acceptance import Acceptance, Offer
 from baton.engine.text_match import (
     EDITED,
     LONG_MATCH,
@@ -97,19 +96,13 @@ class PromptLookup:
             self._advance(self._source[position])
         self._known = len(self._source)
 
-    def guess(self, most: int) -> list[int]:
-        """At most `most` tokens. Where a match reaches the end, what it repeats is repeated."""
-        return [token for token, _ in self._guesses(most)]
-
-    def chances(self, count: int) -> Iterator[float]:
-        """For each of `count` guesses, that it and all before it are right."""
-        chance = 1.0
-        for _, kind in self._guesses(count):
-            chance *= self._acceptance.share(kind)
-            yield chance
-
-    def _guesses(self, most: int) -> Iterator[tuple[int, int]]:
-        return itertools.islice(self._best.guesses() if self._best else (), max(most, 0))
+    def offer(self, most: int, stops: Container[int] = ()) -> Offer:
+        """At most `most` guesses, none from one of `stops` on. Where a match reaches the end, what
+        it repeats is repeated."""
+        if not self._best:
+            return Offer([], [])
+        guesses, kinds = self._best.guesses(most, stops)
+        return Offer(guesses, self._acceptance.chances(kinds))
 
     def _advance(self, token: int) -> None:
         """Looks for the runs that end with `token`, and adds them."""
@@ -120,8 +113,7 @@ class PromptLookup:
         runs = last_runs(self._own.tokens, token)
         self._search(runs)
         self._own.append(token, runs)
-        if self._matches or self._best:
-            self._choose()
+        self._choose()
 
     def _search(self, runs: list[tuple[int, int]]) -> None:
         for size, key in runs:
@@ -136,7 +128,10 @@ class PromptLookup:
     def _choose(self) -> None:
         if len(self._matches) > MOST_MATCHES:
             self._matches.remove(min(self._matches, key=self._rank))
-        self._best = max(self._matches, key=self._rank, default=None)
+        if len(self._matches) > 1:
+            self._best = max(self._matches, key=self._rank)
+        else:
+            self._best = self._matches[0] if self._matches else None
 
     def _rank(self, match: Match) -> tuple[float, int]:
         return match.share(self._acceptance.share(match.kind)), match.length

@@ -12,7 +12,7 @@ before every field.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container
 from typing import NamedTuple
 
 from baton.engine.acceptance import MEMORY, PRIOR_WEIGHT
@@ -76,31 +76,35 @@ class Match:
         text = self.text.tokens
         return text[self.place] if self.place < len(text) else None
 
-    def guesses(self) -> Iterator[tuple[int, int]]:
-        """Tokens and their kinds. Where the text is the sequence itself, it goes on with its
-        guesses."""
-        own, text = self._own.tokens, self.text.tokens
+    def guesses(self, most: int, stops: Container[int]) -> tuple[list[int], list[int]]:
+        """At most `most` tokens, none from one of `stops` on, and their kinds. Where the text is
+        the sequence itself, it goes on with its guesses."""
+        own, text, size = self._own.tokens, self.text.tokens, len(self.text.tokens)
         place, edit, edited, kind = self.place, self._edit, self._edited, self.kind
-        ahead: list[int] = []
-        while True:
+        guesses: list[int] = []
+        kinds: list[int] = []
+        for length in range(self.length + 1, self.length + 1 + most):
             if edit:
                 token, edited = own[edit.start + edited], edited + 1
-            elif place < len(text):
+            elif place < size:
                 token, place = text[place], place + 1
-            elif text is own and place - len(text) < len(ahead):
-                token, place = ahead[place - len(text)], place + 1
+            elif text is own and place - size < len(guesses):
+                token, place = guesses[place - size], place + 1
             else:
-                return
-            yield token, kind
-            ahead.append(token)
-            kind = self._kind(self.length + len(ahead))
+                break
+            if token in stops:
+                break
+            guesses.append(token)
+            kinds.append(kind)
+            kind = LONG_MATCH if length >= LONG_LENGTH else self._kind(length)
             if edit:
                 if edited == edit.added:  # no edit follows another
                     place, edit = place + edit.skipped, None
-            elif edit := self._edit_at(place):
+            elif self._edits and (edit := self._edit_at(place)):
                 edited, kind = 0, EDITED
                 if not edit.added:
                     place, edit = place + edit.skipped, None
+        return guesses, kinds
 
     def take(self, token: int) -> bool:
         """Follows the sequence's next token, before that is added. False where the text is no

@@ -23,9 +23,9 @@ class TokenIndex:
         overlap = min(LONG - 1, len(self.tokens))
         start = len(self.tokens) - overlap
         self.tokens += tokens
-        ids = np.asarray(self.tokens[start:], dtype=np.int64)
+        ids = np.asarray(self.tokens[start:], dtype=np.uint64)
         for size in (SHORT, LONG):
-            keys = np.zeros(max(0, len(ids) - size + 1), dtype=np.int64)
+            keys = np.zeros(max(0, len(ids) - size + 1), dtype=np.uint64)
             for offset in range(size):
                 keys = keys * _FACTOR + ids[offset : offset + len(keys)]
             places = range(start + size, start + size + len(keys))
@@ -43,14 +43,16 @@ class TokenIndex:
 
 def last_runs(tokens: list[int], token: int) -> list[tuple[int, int]]:
     """Size and key of each run that ends with `token` behind `tokens`, the longest first."""
-    sizes = [size for size in (LONG, SHORT) if size <= len(tokens) + 1]
-    return [(size, _key([*tokens[len(tokens) + 1 - size :], token])) for size in sizes]
+    if not tokens:
+        return []
+    last = tokens[-1] * _FACTOR + token
+    runs = [(SHORT, _key(last, SHORT))]
+    if len(tokens) >= LONG - 1:
+        first = tokens[-3] * _FACTOR + tokens[-2]
+        runs.insert(0, (LONG, _key(first * _FACTOR**SHORT + last, LONG)))
+    return runs
 
 
-def _key(run: list[int]) -> int:
+def _key(number: int, size: int) -> int:
     """As in `extend`, whose 64 bits wrap."""
-    key = 0
-    for token in run:
-        key = key * _FACTOR + token
-    key = key * LONG + len(run) & (1 << 64) - 1
-    return key - (1 << 64) if key >> 63 else key
+    return number * LONG + size & (1 << 64) - 1

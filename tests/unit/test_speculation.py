@@ -223,31 +223,31 @@ def lookup_of(tokens: list[int], seen: Acceptance | None = None) -> PromptLookup
 def test_what_repeats_is_guessed_and_pays() -> None:
     text = list(range(10, 40))
     lookup = lookup_of([*text, 1, 2, 3])
-    assert lookup.guess(4) == []
+    assert lookup.offer(4).guesses == []
     tokens = [*text, 1, 2, 3, *text[:4]]
     lookup = lookup_of(tokens)
-    assert lookup.guess(3) == text[4:7]
+    assert lookup.offer(3).guesses == text[4:7]
     chances = []
     for token in text[4:20]:
-        chances.append(next(lookup.chances(1)))
+        chances.append(lookup.offer(1).chances[0])
         tokens.append(token)
         lookup.follow()
-        assert lookup.guess(1) == [token + 1]
+        assert lookup.offer(1).guesses == [token + 1]
     assert chances[-1] > 0.9 > chances[0]
 
 
 def test_a_wrong_guess_lowers_the_chance_of_the_next() -> None:
     tokens = [1, 2, 3, 1, 2]
     lookup = lookup_of(tokens)
-    before = next(lookup.chances(1))
+    before = lookup.offer(1).chances[0]
     for token in (4, 1, 2, 5, 1, 2):
         tokens.append(token)
         lookup.follow()
-    assert next(lookup.chances(1)) < before / 2
+    assert lookup.offer(1).chances[0] < before / 2
 
 
 def test_a_match_that_reaches_the_end_goes_round() -> None:
-    assert lookup_of([7, 8, 9, 7, 8, 9, 7, 8]).guess(7) == [9, 7, 8, 9, 7, 8, 9]
+    assert lookup_of([7, 8, 9, 7, 8, 9, 7, 8]).offer(7).guesses == [9, 7, 8, 9, 7, 8, 9]
 
 
 def test_an_index_grown_token_by_token_is_that_of_a_whole_prompt() -> None:
@@ -269,13 +269,13 @@ def test_a_tenants_past_answers_are_guessed_and_nobody_elses() -> None:
     for tenant, prompt in (("a", [1, 2, 3, 4]), ("a", [9, 2, 3, 4]), ("b", [1, 2, 3, 4])):
         work = Work(KEY, prompt, Sampling(), 30, frozenset(), cache_salt=tenant)
         sequence = Sequence(work, pool.acquire(1))
-        guesses = speculation._offered(sequence)
+        guesses = speculation._found(sequence).guesses
         sequence.append(*answer)
         speculation.end(sequence)
         assert guesses == []
     for tenant, expected in (("a", answer), ("b", answer), ("c", [])):
         work = Work(KEY, [7, 7, 1, 2, 3, 4], Sampling(), 30, frozenset(), cache_salt=tenant)
-        guesses = speculation._offered(Sequence(work, pool.acquire(1)))
+        guesses = speculation._found(Sequence(work, pool.acquire(1))).guesses
         assert guesses == expected[4:], tenant
 
 
@@ -283,12 +283,12 @@ def test_a_prediction_is_guessed_from_its_start_and_found_again_after_a_change()
     prediction = list(range(100, 130))
     tokens = [1, 2, 3]
     lookup = PromptLookup(tokens, len(tokens), prediction)
-    assert lookup.guess(4) == prediction[:4]
+    assert lookup.offer(4).guesses == prediction[:4]
     tokens += [*prediction[:10], 7, *prediction[11:13]]
     lookup.follow()
-    assert lookup.guess(20) == [*prediction[13:], 1, 2, 3]
+    assert lookup.offer(20).guesses == [*prediction[13:], 1, 2, 3]
     resumed = PromptLookup(tokens, 3, prediction)
-    assert resumed.guess(5) == prediction[13:18]
+    assert resumed.offer(5).guesses == prediction[13:18]
 
 
 def test_past_answers_are_bounded() -> None:
@@ -308,8 +308,8 @@ def test_what_earlier_sequences_guessed_wrong_is_not_tried_again() -> None:
     seen = new_acceptance()
     tokens = [1, 2, 3, 1, 2]
     lookup = lookup_of(tokens, seen)
-    before = next(lookup_of([1, 2, 3, 1, 2], seen).chances(1))
+    before = lookup_of([1, 2, 3, 1, 2], seen).offer(1).chances[0]
     for token in (4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2):
         tokens.append(token)
         lookup.follow()
-    assert next(lookup_of([1, 2, 3, 1, 2], seen).chances(1)) < before / 2
+    assert lookup_of([1, 2, 3, 1, 2], seen).offer(1).chances[0] < before / 2

@@ -22,30 +22,30 @@ def followed(prompt: list[int], answer: list[int]) -> PromptLookup:
 def right_guesses(prompt: list[int], answer: list[int]) -> list[bool]:
     """Whether each token of the answer was guessed from those before it."""
     return [
-        followed(prompt, answer[:length]).guess(1) == [answer[length]]
+        followed(prompt, answer[:length]).offer(1).guesses == [answer[length]]
         for length in range(1, len(answer))
     ]
 
 
 def test_a_text_goes_on_behind_a_token_that_was_replaced() -> None:
-    assert followed(TEXT, [*TEXT[:10], 7]).guess(3) == TEXT[11:14]
+    assert followed(TEXT, [*TEXT[:10], 7]).offer(3).guesses == TEXT[11:14]
 
 
 def test_a_text_goes_on_behind_tokens_that_were_left_out() -> None:
-    assert followed(TEXT, [*TEXT[:10], TEXT[14]]).guess(3) == TEXT[15:18]
+    assert followed(TEXT, [*TEXT[:10], TEXT[14]]).offer(3).guesses == TEXT[15:18]
 
 
 def test_a_text_goes_on_behind_the_first_token_that_is_found_again() -> None:
-    assert followed(TEXT, [*TEXT[:10], 7, 8]).guess(3) == []
-    assert followed(TEXT, [*TEXT[:10], 7, 8, TEXT[10]]).guess(3) == TEXT[11:14]
-    assert followed(TEXT, [*TEXT[:10], 7, 8, 9, TEXT[12]]).guess(3) == TEXT[13:16]
+    assert followed(TEXT, [*TEXT[:10], 7, 8]).offer(3).guesses == []
+    assert followed(TEXT, [*TEXT[:10], 7, 8, TEXT[10]]).offer(3).guesses == TEXT[11:14]
+    assert followed(TEXT, [*TEXT[:10], 7, 8, 9, TEXT[12]]).offer(3).guesses == TEXT[13:16]
 
 
 def test_a_text_is_dropped_that_is_not_found_again() -> None:
     other = list(range(200, 240))
     lookup = followed(TEXT, [*TEXT[:10], *other])
     assert lookup._matches == []
-    assert followed(TEXT, [*TEXT[:10], *other, TEXT[11]]).guess(3) == []
+    assert followed(TEXT, [*TEXT[:10], *other, TEXT[11]]).offer(3).guesses == []
 
 
 def test_an_edit_is_guessed_again_where_the_text_comes_to_the_same_tokens() -> None:
@@ -57,8 +57,8 @@ def test_an_edit_is_guessed_again_where_the_text_comes_to_the_same_tokens() -> N
     assert all(right[9:17])
     assert all(right[18:]), "when the answer repeats itself as well"
     behind = followed(text, answer[:14])
-    assert behind.guess(12) == answer[14:26]
-    chances = list(behind.chances(12))
+    assert behind.offer(12).guesses == answer[14:26]
+    chances = behind.offer(12).chances
     assert chances == sorted(chances, reverse=True)
     assert len(chances) == 12
 
@@ -82,7 +82,7 @@ def test_an_edit_that_does_not_come_again_is_forgotten() -> None:
 def test_a_place_followed_for_long_is_preferred_to_a_later_one() -> None:
     later = [*TEXT[20:24], *range(300, 320)]
     lookup = followed([*TEXT, *later], TEXT[:24])
-    assert lookup.guess(3) == TEXT[24:27]
+    assert lookup.offer(3).guesses == TEXT[24:27]
 
 
 def test_few_places_are_followed_and_kept_in_bounds() -> None:
@@ -94,7 +94,7 @@ def test_few_places_are_followed_and_kept_in_bounds() -> None:
         for _ in range(400):
             tokens += [draw.randrange(words) for _ in range(draw.choice((1, 1, 4)))]
             lookup.follow()
-            guesses = lookup.guess(8)
-            assert len(list(lookup.chances(8))) == len(guesses) <= 8
+            guesses, chances = lookup.offer(8)
+            assert len(chances) == len(guesses) <= 8
             assert lookup._own.tokens == [1, 0, 1, 1, *tokens]
             assert len(lookup._matches) <= MOST_MATCHES
