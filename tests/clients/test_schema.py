@@ -8,9 +8,9 @@ import pytest
 import schemathesis
 from front_door import front_door_beside
 from hypothesis import settings
+from openapi_document import document
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
-from baton.router.edges.http.openapi import document
 from bench import instant_worker
 
 # No schema can say which regular expressions, grammars and JSON Schemas are sound, which token ids

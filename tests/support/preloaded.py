@@ -56,7 +56,7 @@ def _compile() -> None:
 for _module in MODULES:
     importlib.import_module(_module)
 _load_ucx()
-openapi.document()
+openapi.components()
 _compile()
 # Collections in a forked process pass over all of this, which would also copy its memory.
 gc.collect()

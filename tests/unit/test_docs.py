@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from openapi_document import document
 
 from baton.cli.app import app
-from baton.router.edges.http.openapi import document
 
 ROOT = Path(__file__).parents[2]
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")

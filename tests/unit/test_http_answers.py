@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from openapi_document import document
 
 from baton.core.errors import (
     BatonError,
@@ -37,7 +38,6 @@ from baton.router.edges.http.choice_renderer import (
     CompletionRenderer,
 )
 from baton.router.edges.http.http_errors import error_response
-from baton.router.edges.http.openapi import document
 from baton.v1 import inference_pb2 as pb
 from tests.support.http_bodies import addressed
 

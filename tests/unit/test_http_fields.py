@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from http_bodies import HELLO, chat, completion, request
 from jsonschema import Draft202012Validator
+from openapi_document import document
 
 from baton.core.errors import BatonError, InvalidRequest, InvalidSampling, NotServed
 from baton.core.proto_json import Json
@@ -23,7 +24,6 @@ from baton.core.types import (
 )
 from baton.router.edges.http.chat_request import ChatRequest
 from baton.router.edges.http.completion_request import CompletionRequest
-from baton.router.edges.http.openapi import document
 from baton.router.prompts.output_grammar import ANY_OBJECT
 
 

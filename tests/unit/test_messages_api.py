@@ -6,6 +6,7 @@ import json
 
 import jsonschema
 import pytest
+from openapi_document import document
 
 from baton.core.errors import (
     BatonError,
@@ -27,7 +28,6 @@ from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, ToolCal
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
 from baton.router.edges.http.messages.messages_request import CountTokensRequest, MessagesRequest
-from baton.router.edges.http.openapi import document
 from baton.v1 import inference_pb2 as pb
 from tests.support.http_bodies import addressed
 

@@ -6,6 +6,7 @@ import json
 
 import jsonschema
 import pytest
+from openapi_document import document
 
 from baton.core.errors import BatonError, InvalidRequest, NotServed, Unavailable, UnknownRequest
 from baton.core.generation_defaults import NO_DEFAULTS
@@ -14,7 +15,6 @@ from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, Tool
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, ToolCallDelta
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.http_errors import error_response
-from baton.router.edges.http.openapi import document
 from baton.router.edges.http.responses.responses_endpoint import ResponseStore, StoredResponse
 from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
 from baton.router.edges.http.responses.responses_request import ResponsesRequest

@@ -17,5 +17,5 @@ batches             the OpenAI API's files and batches, on disk
 admin_endpoints     models and adapters, added and removed
 http_errors         statuses and bodies of errors
 answer_types        types of answers
-openapi             the document made from them and the bodies
+openapi             a route with its part of the document; the document of all
 """

@@ -11,18 +11,14 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.body import parse_body
-from baton.router.edges.http.endpoint import catch_errors, json_response
+from baton.router.edges.http.endpoint import json_response
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import RequestModel, about
 from baton.router.followed_models import FollowedModels
 from baton.v1 import cluster_pb2 as pb
-
-LOAD_MODEL, UNLOAD_MODEL = "/v1/models/load", "/v1/models/unload"
-LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class LoadModelRequest(RequestModel):
@@ -49,39 +45,29 @@ class UnloadAdapterRequest(RequestModel):
     lora_name: ShortText = about("The adapter's name.", ...)
 
 
-def model_routes(followed: FollowedModels) -> list[Route]:
-    async def load(http: HttpRequest) -> Response:
+class AdminEndpoints:
+    def __init__(self, followed: FollowedModels, context: EdgeContext) -> None:
+        self._followed = followed
+        self._controller, self._models = context.controller, context.models
+
+    async def load_model(self, http: HttpRequest) -> Response:
         body = await parse_body(http, LoadModelRequest.parse)
         keys = json.dumps({**body.config, "model": body.path})
-        await followed.ask_to_add(pb.NamedModel(name=body.model, keys=keys))
+        await self._followed.ask_to_add(pb.NamedModel(name=body.model, keys=keys))
         return json_response({"model": body.model, "added": True})
 
-    async def unload(http: HttpRequest) -> Response:
+    async def unload_model(self, http: HttpRequest) -> Response:
         body = await parse_body(http, UnloadModelRequest.parse)
-        await followed.ask_to_remove(body.model)
+        await self._followed.ask_to_remove(body.model)
         return json_response({"model": body.model, "removed": True})
 
-    return [
-        Route(LOAD_MODEL, catch_errors(load), methods=["POST"]),
-        Route(UNLOAD_MODEL, catch_errors(unload), methods=["POST"]),
-    ]
-
-
-def adapter_routes(context: EdgeContext) -> list[Route]:
-    controller, models = context.controller, context.models
-
-    async def load(http: HttpRequest) -> Response:
+    async def load_adapter(self, http: HttpRequest) -> Response:
         body = await parse_body(http, LoadAdapterRequest.parse)
-        base = body.base_model_name
-        adapter = await controller.add_adapter(models, body.lora_name, body.lora_path, base)
-        return json_response({"lora_name": body.lora_name, "digest": adapter.digest.hex()})
+        name, path, base = body.lora_name, body.lora_path, body.base_model_name
+        adapter = await self._controller.add_adapter(self._models, name, path, base)
+        return json_response({"lora_name": name, "digest": adapter.digest.hex()})
 
-    async def unload(http: HttpRequest) -> Response:
+    async def unload_adapter(self, http: HttpRequest) -> Response:
         body = await parse_body(http, UnloadAdapterRequest.parse)
-        await controller.remove_adapter(models, body.lora_name)
+        await self._controller.remove_adapter(self._models, body.lora_name)
         return json_response({"lora_name": body.lora_name, "removed": True})
-
-    return [
-        Route(LOAD_ADAPTER, catch_errors(load), methods=["POST"]),
-        Route(UNLOAD_ADAPTER, catch_errors(unload), methods=["POST"]),
-    ]

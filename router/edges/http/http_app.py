@@ -28,17 +28,15 @@ from baton.core.errors import (
 from baton.core.proto_json import Json, to_json
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.admin_endpoints import (
-    LOAD_ADAPTER,
-    LOAD_MODEL,
-    UNLOAD_ADAPTER,
-    UNLOAD_MODEL,
-    adapter_routes,
-    model_routes,
-)
+from baton.router.edges.http import openapi as api
+from baton.router.edges.http.admin_endpoints import AdminEndpoints
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import TargetGroup
-from baton.router.edges.http.batches.batch_endpoints import BatchEndpoints
+from baton.router.edges.http.batches.batch_endpoints import (
+    MAX_BATCHES_LISTED,
+    MAX_FILES_LISTED,
+    BatchEndpoints,
+)
 from baton.router.edges.http.batches.batch_store import BatchStore
 from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
@@ -47,7 +45,6 @@ from baton.router.edges.http.embeddings import EmbeddingsRenderer
 from baton.router.edges.http.endpoint import (
     Endpoint,
     GenerationEndpoint,
-    catch_errors,
     json_response,
     query_limit,
     request_id_of,
@@ -55,9 +52,9 @@ from baton.router.edges.http.endpoint import (
 from baton.router.edges.http.http_errors import MESSAGES_PATH, error_response
 from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
 from baton.router.edges.http.messages.messages_request import CountTokensRequest
-from baton.router.edges.http.openapi import document
+from baton.router.edges.http.openapi import STRING, ApiRoute
 from baton.router.edges.http.request_model import shown
-from baton.router.edges.http.responses.responses_endpoint import responses_routes
+from baton.router.edges.http.responses.responses_endpoint import ResponsesEndpoint
 from baton.router.followed_models import FollowedModels
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
@@ -66,10 +63,7 @@ OPEN_PATHS = ("/health", "/ready")
 """Need no API key, like the page, which asks for one where the router does."""
 
 TARGETS = "/metrics/targets"
-_ADMIN_PATHS = (
-    *("/v1/requests", TARGETS),
-    *(LOAD_ADAPTER, UNLOAD_ADAPTER, LOAD_MODEL, UNLOAD_MODEL),
-)
+MODEL = api.query("model")
 _PAGE_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -91,17 +85,19 @@ _PAGE_HEADERS = {
 class ApiKeyMiddleware:
     """The caller becomes the request's `user`."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str], admin_paths: Collection[str]
+    ) -> None:
         self._app = app
         self._keys = keys
-        self._open = open_paths
+        self._open, self._admin = open_paths, admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open:
             http = HttpRequest(scope)
             try:
                 scope["user"] = self._keys.caller(_authorization(http))
-                if scope["path"] in _ADMIN_PATHS and not http.user.admin:
+                if scope["path"] in self._admin and not http.user.admin:
                     raise PermissionDenied("this needs an admin's API key")
             except (Unauthenticated, PermissionDenied) as error:
                 await (await _refuse(http, error))(scope, receive, send)
@@ -130,16 +126,21 @@ class HttpApp:
         batches: BatchStore | None = None,
     ) -> None:
         self._context = context
-        self._batches = BatchEndpoints(batches)
         self._overview = overview
         self._registry = registry
-        self._followed = followed
-        self._document = encode(document())
-        routes = self._routes()
-        self.batched = {each.path: each.app for each in routes if each.path in BATCH_ENDPOINTS}
-        paths = [each.path.replace(":path", "") for each in routes if each.path.startswith("/v1/")]
+        table = [
+            *self._generation_routes(),
+            *_batch_routes(BatchEndpoints(batches)),
+            *self._other_routes(AdminEndpoints(followed, context)),
+        ]
+        self.document = encode(api.document(table))
+        paths = [each.path.replace(":path", "") for each in table if each.path.startswith("/v1/")]
         self._served = ", ".join(paths)
+        # Those with a name in their path last: it may be another's path.
+        routes = [each.route() for each in sorted(table, key=lambda each: "{" in each.path)]
+        self.batched = {each.path: each.app for each in routes if each.path in BATCH_ENDPOINTS}
         page = _page_routes()
+        admin_paths = [each.path for each in table if each.admin]
         open_paths = [*OPEN_PATHS, *(route.path for route in page)]
         if open_metrics:
             open_paths += ["/metrics", TARGETS]
@@ -147,48 +148,63 @@ class HttpApp:
             routes=[*routes, *page],
             middleware=[
                 *_cors(cors_origins),
-                Middleware(ApiKeyMiddleware, keys=context.keys, open_paths=open_paths),
+                Middleware(ApiKeyMiddleware, context.keys, open_paths, admin_paths),
             ],
             exception_handlers={404: self._not_found, HTTPException: _refuse},
         )
         # A redirect would contain the host name that the caller used.
         self.app.router.redirect_slashes = False
 
-    def _routes(self) -> list[Route]:
+    def _generation_routes(self) -> list[ApiRoute]:
         chat = GenerationEndpoint(ChatRenderer, self._context)
         completions = GenerationEndpoint(CompletionRenderer, self._context)
         messages = GenerationEndpoint(MessagesRenderer, self._context)
-        embeddings = GenerationEndpoint(EmbeddingsRenderer, self._context)
+        responses = ResponsesEndpoint(self._context)
+        chat_item = api.post("ChatRequest", "ChatAnswer", "ChatChunk")
+        completion_item = api.post("CompletionRequest", "CompletionAnswer", "CompletionAnswer")
+        message_item = api.post_messages("MessagesRequest", "MessageAnswer", "MessageEvent")
+        count_item = api.post_messages("CountTokensRequest", "CountTokensAnswer")
+        response_item = api.post("ResponsesRequest", "ResponseAnswer", "ResponseEvent")
+        stored = api.get("ResponseAnswer", "404")
+        deleted = api.get("DeletedResponse", "404", method="delete")
+        cancelled = api.get("ResponseAnswer", "400", "404", method="post")
         return [
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/embeddings", embeddings, methods=["POST"]),
-            Route(MESSAGES_PATH, messages, methods=["POST"]),
-            Route(
-                f"{MESSAGES_PATH}/count_tokens",
-                catch_errors(self._count_tokens, "messages"),
-                methods=["POST"],
-            ),
-            *responses_routes(self._context),
-            *self._batches.routes(),
-            *model_routes(self._followed),
-            Route("/v1/models", catch_errors(self._models)),
-            Route("/v1/models/{name:path}", catch_errors(self._model, "model")),
-            *adapter_routes(self._context),
-            Route("/v1/cluster", catch_errors(self._cluster)),
-            Route("/v1/diagnosis", catch_errors(self._diagnosis)),
-            Route("/v1/trends", catch_errors(self._trends)),
-            Route("/v1/requests", catch_errors(self._recent)),
-            Route("/v1/requests/{request_id:path}/timing", catch_errors(self._timing)),
-            Route("/tokenize", catch_errors(self._tokenize), methods=["POST"]),
-            Route("/detokenize", catch_errors(self._detokenize, "tokens"), methods=["POST"]),
-            Route("/tokenizer_info", catch_errors(self._tokenizer_info)),
-            Route("/health", _plain(lambda: {"status": "ok"})),
-            Route("/ready", _plain(self._ready)),
-            Route("/version", _plain(lambda: {"version": __version__})),
-            Route("/metrics", catch_errors(self._metrics)),
-            Route(TARGETS, catch_errors(self._targets)),
-            Route("/openapi.json", catch_errors(self._openapi)),
+            ApiRoute("/v1/chat/completions", chat, chat_item),
+            ApiRoute("/v1/completions", completions, completion_item),
+            ApiRoute(MESSAGES_PATH, messages, message_item),
+            ApiRoute(f"{MESSAGES_PATH}/count_tokens", self._count_tokens, count_item, "messages"),
+            ApiRoute("/v1/responses", responses, response_item),
+            ApiRoute("/v1/responses/{response_id}", responses.stored, stored | deleted),
+            ApiRoute("/v1/responses/{response_id}/cancel", responses.cancel, cancelled),
+        ]
+
+    def _other_routes(self, admin: AdminEndpoints) -> list[ApiRoute]:
+        embeddings = GenerationEndpoint(EmbeddingsRenderer, self._context)
+        embedding_item = api.post("EmbeddingsRequest", "EmbeddingsAnswer")
+        recent = api.get("RequestList", "400")
+        recent["parameters"] = [api.limit(RECENT_REQUESTS, KEPT_REQUESTS)]
+        text_item = api.post("DetokenizeRequest", "DetokenizeAnswer")
+        timing_item = api.get("RequestTiming", "404")
+        targets: Json = {"type": "array", "items": api.reference("TargetGroup")}
+        return [
+            ApiRoute("/v1/embeddings", embeddings, embedding_item),
+            ApiRoute("/v1/models", self._models, api.get("ModelList")),
+            ApiRoute("/v1/models/{name:path}", self._model, api.get("ModelObject", "404"), "model"),
+            *_admin_routes(admin),
+            ApiRoute("/v1/cluster", self._cluster, api.get("StatusResponse")),
+            ApiRoute("/v1/diagnosis", self._diagnosis, api.listed("Diagnosis", MODEL)),
+            ApiRoute("/v1/trends", self._trends, api.listed("TrendsResponse", MODEL)),
+            ApiRoute("/v1/requests", self._recent, recent, admin=True),
+            ApiRoute("/v1/requests/{request_id:path}/timing", self._timing, timing_item),
+            ApiRoute("/tokenize", self._tokenize, api.post("TokenizeRequest", "TokenizeAnswer")),
+            ApiRoute("/detokenize", self._detokenize, text_item, "tokens"),
+            ApiRoute("/tokenizer_info", self._tokenizer_info, api.listed("TokenizerInfo", MODEL)),
+            ApiRoute("/health", _plain(lambda: {"status": "ok"}), api.get("HealthStatus")),
+            ApiRoute("/ready", _plain(self._ready), api.get("HealthStatus", "503")),
+            ApiRoute("/version", _plain(lambda: {"version": __version__}), api.get("Version")),
+            ApiRoute("/metrics", self._metrics, api.get_content(STRING, kind="text/plain")),
+            ApiRoute(TARGETS, self._targets, api.get_content(targets), admin=True),
+            ApiRoute("/openapi.json", self._openapi, api.get_content({})),
         ]
 
     async def _not_found(self, http: HttpRequest, error: Exception) -> Response:
@@ -286,7 +302,39 @@ class HttpApp:
         return Response(encode(groups), media_type="application/json")
 
     async def _openapi(self, http: HttpRequest) -> Response:
-        return Response(self._document, media_type="application/json")
+        return Response(self.document, media_type="application/json")
+
+
+def _batch_routes(batches: BatchEndpoints) -> list[ApiRoute]:
+    errors = "400", "404"
+    limit, queries = api.limit(MAX_FILES_LISTED, MAX_FILES_LISTED), ("after", "order", "purpose")
+    files = api.listed("FileList", limit, *map(api.query, queries)) | api.upload("FileObject")
+    file = api.get("FileObject", *errors) | api.get("DeletedFile", *errors, method="delete")
+    content = api.get_content(STRING, *errors, kind="application/jsonl")
+    listed = api.listed("BatchList", api.limit(20, MAX_BATCHES_LISTED), api.query("after"))
+    created = api.post("BatchRequest", "BatchObject")
+    batch, cancelled = (api.get("BatchObject", *errors, method=each) for each in ("get", "post"))
+    return [
+        ApiRoute("/v1/files", batches.files, files, "file"),
+        ApiRoute("/v1/files/{file_id}", batches.file, file),
+        ApiRoute("/v1/files/{file_id}/content", batches.content, content),
+        ApiRoute("/v1/batches", batches.batches, listed | created),
+        ApiRoute("/v1/batches/{batch_id}", batches.batch, batch),
+        ApiRoute("/v1/batches/{batch_id}/cancel", batches.cancel, cancelled),
+    ]
+
+
+def _admin_routes(admin: AdminEndpoints) -> list[ApiRoute]:
+    posts = {
+        "/v1/models/load": (admin.load_model, "LoadModelRequest", "AddedModel"),
+        "/v1/models/unload": (admin.unload_model, "UnloadModelRequest", "RemovedModel"),
+        "/v1/load_lora_adapter": (admin.load_adapter, "LoadAdapterRequest", "LoadedAdapter"),
+        "/v1/unload_lora_adapter": (admin.unload_adapter, "UnloadAdapterRequest", "RemovedAdapter"),
+    }
+    return [
+        ApiRoute(path, endpoint, api.post(request, answer), admin=True)
+        for path, (endpoint, request, answer) in posts.items()
+    ]
 
 
 def _cors(origins: Collection[str]) -> list[Middleware]:
@@ -309,7 +357,7 @@ def _plain(get: Callable[[], Json]) -> Endpoint:
     async def endpoint(http: HttpRequest) -> Response:
         return json_response(get())
 
-    return catch_errors(endpoint)
+    return endpoint
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:

@@ -1,19 +1,20 @@
-"""The OpenAPI document, made from the types of answers and the models of bodies."""
+"""A route with what the OpenAPI document says of it; the document, made from all routes, the types
+of answers and the models of bodies."""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+from starlette.routing import Route
 
 from baton import __version__
 from baton.core.proto_json import Json, json_schema
 from baton.router.edges.http.admin_endpoints import (
-    LOAD_ADAPTER,
-    LOAD_MODEL,
-    UNLOAD_ADAPTER,
-    UNLOAD_MODEL,
     LoadAdapterRequest,
     LoadModelRequest,
     UnloadAdapterRequest,
@@ -38,9 +39,7 @@ from baton.router.edges.http.answer_types import (
     Version,
 )
 from baton.router.edges.http.batches.batch_endpoints import (
-    MAX_BATCHES_LISTED,
     MAX_EXPIRY,
-    MAX_FILES_LISTED,
     MAX_FORM_FIELDS,
     BatchList,
     BatchRequest,
@@ -54,6 +53,7 @@ from baton.router.edges.http.chat_request import (
 )
 from baton.router.edges.http.completion_request import CompletionRequest
 from baton.router.edges.http.embeddings import EmbeddingsAnswer, EmbeddingsRequest
+from baton.router.edges.http.endpoint import Endpoint, GenerationEndpoint, catch_errors
 from baton.router.edges.http.http_errors import OVERLOADED_STATUS
 from baton.router.edges.http.messages.messages_renderer import (
     CountTokensAnswer,
@@ -67,11 +67,9 @@ from baton.router.edges.http.responses.responses_renderer import (
     ResponseEvent,
 )
 from baton.router.edges.http.responses.responses_request import ResponsesRequest
-from baton.router.observe.ledger import KEPT_REQUESTS
-from baton.router.observe.overview import RECENT_REQUESTS
 from baton.v1 import cluster_pb2, timing_pb2
 
-_STRING: Json = {"type": "string"}
+STRING: Json = {"type": "string"}
 _COMPONENT = "#/components/schemas/{model}"
 _STATUSES = {
     "400": "A field is wrong or not served.",
@@ -108,94 +106,42 @@ _MESSAGES = (
 )
 
 
-@functools.cache
-def document() -> Json:
+class ApiRoute(NamedTuple):
+    """One for all methods of a path: a refused method's Allow header lists those of its route."""
+
+    path: str
+    endpoint: Endpoint | GenerationEndpoint[Any]
+    item: Json  # of the document, by method
+    prompt_field: str = "prompt"
+    admin: bool = False  # needs an admin's API key
+
+    def route(self) -> Route:
+        """For Starlette."""
+        endpoint, methods = self.endpoint, [each for each in self.item if each != "parameters"]
+        if not isinstance(endpoint, GenerationEndpoint):
+            endpoint = catch_errors(endpoint, self.prompt_field)
+        return Route(self.path, endpoint, methods=methods)
+
+    def documented(self) -> tuple[str, Json]:
+        path = self.path.replace(":path", "")
+        names = re.findall(r"{(\w+)}", path)
+        named = [{"name": name, "in": "path", "required": True, "schema": STRING} for name in names]
+        return path, {**self.item, "parameters": named} if named else self.item
+
+
+def document(routes: Iterable[ApiRoute]) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": __version__},
-        "paths": _paths(),
-        "components": {"schemas": _schemas()},
+        "paths": dict(each.documented() for each in routes),
+        "components": components(),
     }
 
 
-def _paths() -> Json:
-    targets: Json = {"type": "array", "items": _reference("TargetGroup")}
-    return {
-        "/v1/chat/completions": _post("ChatRequest", "ChatAnswer", "ChatChunk"),
-        "/v1/completions": _post("CompletionRequest", "CompletionAnswer", "CompletionAnswer"),
-        "/v1/messages": _messages("MessagesRequest", "MessageAnswer", "MessageEvent"),
-        "/v1/messages/count_tokens": _messages("CountTokensRequest", "CountTokensAnswer"),
-        "/v1/responses": _post("ResponsesRequest", "ResponseAnswer", "ResponseEvent"),
-        "/v1/responses/{response_id}": _named(_STORED, "response_id"),
-        "/v1/responses/{response_id}/cancel": _named(
-            {"post": _get("ResponseAnswer", "400", "404")["get"]}, "response_id"
-        ),
-        **_batch_paths(),
-        "/v1/embeddings": _post("EmbeddingsRequest", "EmbeddingsAnswer"),
-        "/v1/models": _get("ModelList"),
-        "/v1/models/{name}": _named(_get("ModelObject", "404"), "name"),
-        LOAD_MODEL: _post("LoadModelRequest", "AddedModel"),
-        UNLOAD_MODEL: _post("UnloadModelRequest", "RemovedModel"),
-        LOAD_ADAPTER: _post("LoadAdapterRequest", "LoadedAdapter"),
-        UNLOAD_ADAPTER: _post("UnloadAdapterRequest", "RemovedAdapter"),
-        "/v1/cluster": _get("StatusResponse"),
-        "/v1/diagnosis": _listed("Diagnosis", _query("model")),
-        "/v1/trends": _listed("TrendsResponse", _query("model")),
-        "/v1/requests": {
-            **_get("RequestList", "400"),
-            "parameters": [_limit(RECENT_REQUESTS, KEPT_REQUESTS)],
-        },
-        "/v1/requests/{request_id}/timing": _named(_get("RequestTiming", "404"), "request_id"),
-        "/tokenize": _post("TokenizeRequest", "TokenizeAnswer"),
-        "/detokenize": _post("DetokenizeRequest", "DetokenizeAnswer"),
-        "/tokenizer_info": _listed("TokenizerInfo", _query("model")),
-        "/health": _get("HealthStatus"),
-        "/ready": _get("HealthStatus", "503"),
-        "/version": _get("Version"),
-        "/metrics": {"get": {"responses": {"200": _content("text/plain", _STRING)}}},
-        "/metrics/targets": {"get": {"responses": {"200": _content("application/json", targets)}}},
-        "/openapi.json": {"get": {"responses": {"200": _content("application/json", {})}}},
-    }
-
-
-def _batch_paths() -> Json:
-    limit = _limit(MAX_FILES_LISTED, MAX_FILES_LISTED)
-    upload: Json = {
-        "type": "object",
-        "required": ["file", "purpose"],
-        "properties": _UPLOAD,
-        "additionalProperties": _STRING,
-        "maxProperties": MAX_FORM_FIELDS + 1,  # and the file
-    }
-    body: Json = {"required": True, "content": {"multipart/form-data": {"schema": upload}}}
-    uploaded = {"200": _content("application/json", _reference("FileObject"))}
-    refused = _errors("400", "401", "408", "413", "415", "429")
-    content = {"200": _content("application/jsonl", _STRING), **_errors("400", "404")}
-    one: Json = {
-        **_get("FileObject", "400", "404"),
-        "delete": _get("DeletedFile", "400", "404")["get"],
-    }
-    return {
-        "/v1/files": {
-            **_listed("FileList", limit, *map(_query, ("after", "order", "purpose"))),
-            "post": {"requestBody": body, "responses": {**uploaded, **refused}},
-        },
-        "/v1/files/{file_id}": _named(one, "file_id"),
-        "/v1/files/{file_id}/content": _named({"get": {"responses": content}}, "file_id"),
-        "/v1/batches": {
-            **_listed("BatchList", _limit(20, MAX_BATCHES_LISTED), _query("after")),
-            **_post("BatchRequest", "BatchObject"),
-        },
-        "/v1/batches/{batch_id}": _named(_get("BatchObject", "400", "404"), "batch_id"),
-        "/v1/batches/{batch_id}/cancel": _named(
-            {"post": _get("BatchObject", "400", "404")["get"]}, "batch_id"
-        ),
-    }
-
-
-def _schemas() -> Json:
-    timings = {"type": "array", "items": _reference("RequestTiming")}
-    return {
+@functools.cache
+def components() -> Json:
+    timings = {"type": "array", "items": reference("RequestTiming")}
+    schemas = {
         **_definitions(_REQUESTS),
         **{
             name: {**schema, "additionalProperties": False}
@@ -209,6 +155,7 @@ def _schemas() -> Json:
             "additionalProperties": False,
         },
     }
+    return {"schemas": schemas}
 
 
 class _Untitled(GenerateJsonSchema):
@@ -227,21 +174,17 @@ def _definitions(types: tuple[type, ...]) -> dict[str, Json]:
     return definitions
 
 
-def _reference(name: str) -> Json:
+def reference(name: str) -> Json:
     return {"$ref": _COMPONENT.format(model=name)}
 
 
-def _content(kind: str, schema: Json) -> Json:
-    return {"description": "The answer.", "content": {kind: {"schema": schema}}}
-
-
-def _post(request: str, answer: str, chunk: str = "", errors: Json | None = None) -> Json:
-    content: Json = {"application/json": {"schema": _reference(answer)}}
+def post(request: str, answer: str, chunk: str = "", errors: Json | None = None) -> Json:
+    content: Json = {"application/json": {"schema": reference(answer)}}
     if chunk:
         content["text/event-stream"] = {"schema": _event(chunk)}
     body: Json = {
         "required": True,
-        "content": {"application/json": {"schema": _reference(request)}},
+        "content": {"application/json": {"schema": reference(request)}},
     }
     success: Json = {"200": {"description": "The answer.", "content": content}}
     return {
@@ -249,10 +192,23 @@ def _post(request: str, answer: str, chunk: str = "", errors: Json | None = None
     }
 
 
-def _messages(request: str, answer: str, chunk: str = "") -> Json:
+def post_messages(request: str, answer: str, chunk: str = "") -> Json:
     errors = _errors(*_STATUSES, body="MessagesErrorBody")
     errors[str(OVERLOADED_STATUS)] = errors.pop("503")
-    return _post(request, answer, chunk, errors)
+    return post(request, answer, chunk, errors)
+
+
+def upload(answer: str) -> Json:
+    form: Json = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": _UPLOAD,
+        "additionalProperties": STRING,
+        "maxProperties": MAX_FORM_FIELDS + 1,  # and the file
+    }
+    body: Json = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    responses = _responses(reference(answer), "400", "401", "408", "413", "415", "429")
+    return {"post": {"requestBody": body, "responses": responses}}
 
 
 def _event(chunk: str) -> Json:
@@ -260,47 +216,46 @@ def _event(chunk: str) -> Json:
     data: Json = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": _reference(chunk),
+        "contentSchema": reference(chunk),
         "description": "In an event called error, an error.",
     }
-    properties = {"data": {"anyOf": [{"const": "[DONE]"}, data]}, "event": _STRING}
+    properties = {"data": {"anyOf": [{"const": "[DONE]"}, data]}, "event": STRING}
     return {"type": "object", "properties": properties, "required": ["data"]}
 
 
-def _get(answer: str, *errors: str) -> Json:
-    success: Json = {"200": _content("application/json", _reference(answer))}
-    return {"get": {"responses": {**success, **_errors(*errors)}}}
+def get(answer: str, *errors: str, method: str = "get") -> Json:
+    """An item, or one of another method without a body."""
+    return {method: {"responses": _responses(reference(answer), *errors)}}
 
 
-def _errors(*statuses: str, body: str = "ErrorBody") -> Json:
-    content = {"application/json": {"schema": _reference(body)}}
-    return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
+def get_content(schema: Json, *errors: str, kind: str = "application/json") -> Json:
+    return {"get": {"responses": _responses(schema, *errors, kind=kind)}}
 
 
-def _listed(answer: str, *parameters: Json) -> Json:
-    success: Json = {"200": _content("application/json", _reference(answer))}
-    responses = {**success, **_errors("400", "404")}
+def listed(answer: str, *parameters: Json) -> Json:
+    responses = _responses(reference(answer), "400", "404")
     return {"get": {"parameters": list(parameters), "responses": responses}}
 
 
-def _query(name: str) -> Json:
-    return {"name": name, "in": "query", "schema": _STRING}
+def _responses(schema: Json, *errors: str, kind: str = "application/json") -> Json:
+    success: Json = {"description": "The answer.", "content": {kind: {"schema": schema}}}
+    return {"200": success, **_errors(*errors)}
 
 
-def _limit(default: int, most: int) -> Json:
+def _errors(*statuses: str, body: str = "ErrorBody") -> Json:
+    content = {"application/json": {"schema": reference(body)}}
+    return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
+
+
+def query(name: str) -> Json:
+    return {"name": name, "in": "query", "schema": STRING}
+
+
+def limit(default: int, most: int) -> Json:
     schema = {"type": "integer", "minimum": 1, "maximum": most, "default": default}
-    return {**_query("limit"), "schema": schema}
+    return {**query("limit"), "schema": schema}
 
 
-def _named(path: Json, name: str) -> Json:
-    parameter = {"name": name, "in": "path", "required": True, "schema": _STRING}
-    return {**path, "parameters": [parameter]}
-
-
-_STORED: Json = {
-    **_get("ResponseAnswer", "404"),
-    "delete": _get("DeletedResponse", "404")["get"],
-}
 _UPLOAD: Json = {
     "file": {"type": "string", "format": "binary", "description": "Requests, one a line."},
     "purpose": {"const": "batch"},

@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
-from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from baton.core.errors import InvalidRequest, NotServed
@@ -22,7 +21,7 @@ from baton.core.proto_json import Json
 from baton.router.edges.http.batches.batch_store import BatchObject, BatchStore
 from baton.router.edges.http.batches.file_store import FileObject, unknown
 from baton.router.edges.http.body import body_chunks, parse_body, receive_timeout
-from baton.router.edges.http.endpoint import catch_errors, json_response, query_limit
+from baton.router.edges.http.endpoint import json_response, query_limit
 from baton.router.edges.http.generation_request import ShortText
 from baton.router.edges.http.request_model import (
     RequestModel,
@@ -103,25 +102,13 @@ class BatchEndpoints:
     def __init__(self, store: BatchStore | None) -> None:
         self._kept = store
 
-    def routes(self) -> list[Route]:
-        one_file, one_batch = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
-        # One route for all methods: a refused method's Allow header lists those of its route.
-        return [
-            Route("/v1/files", catch_errors(self._files, "file"), methods=["GET", "POST"]),
-            Route(one_file, catch_errors(self._file), methods=["GET", "DELETE"]),
-            Route(f"{one_file}/content", catch_errors(self._content)),
-            Route("/v1/batches", catch_errors(self._batches), methods=["GET", "POST"]),
-            Route(one_batch, catch_errors(self._batch)),
-            Route(f"{one_batch}/cancel", catch_errors(self._cancel), methods=["POST"]),
-        ]
-
     @property
     def _store(self) -> BatchStore:
         if self._kept is None:
             raise NotServed("this router keeps no files and batches: batches.folder is not set")
         return self._kept
 
-    async def _files(self, http: HttpRequest) -> Response:
+    async def files(self, http: HttpRequest) -> Response:
         store, owner = self._store.files, http.user.key.name
         if http.method == "POST":
             return json_response(await self._upload(http))
@@ -146,14 +133,14 @@ class BatchEndpoints:
         finally:
             await form.close()
 
-    async def _file(self, http: HttpRequest) -> Response:
+    async def file(self, http: HttpRequest) -> Response:
         store, owner, file_id = self._store.files, http.user.key.name, http.path_params["file_id"]
         if http.method != "DELETE":
             return json_response({**store.file(owner, file_id)})
         await asyncio.to_thread(store.delete, owner, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
-    async def _content(self, http: HttpRequest) -> Response:
+    async def content(self, http: HttpRequest) -> Response:
         store, owner, file_id = self._store.files, http.user.key.name, http.path_params["file_id"]
         store.file(owner, file_id)
         path = store.content(owner, file_id)
@@ -161,7 +148,7 @@ class BatchEndpoints:
             raise unknown(file_id)
         return FileResponse(path, media_type="application/jsonl")
 
-    async def _batches(self, http: HttpRequest) -> Response:
+    async def batches(self, http: HttpRequest) -> Response:
         store, owner = self._store, http.user.key.name
         if http.method != "POST":
             found = await asyncio.to_thread(store.batches, owner)
@@ -180,11 +167,11 @@ class BatchEndpoints:
         )
         return json_response({**await asyncio.to_thread(create)})
 
-    async def _batch(self, http: HttpRequest) -> Response:
+    async def batch(self, http: HttpRequest) -> Response:
         found = self._store.batch(http.user.key.name, http.path_params["batch_id"])
         return json_response({**found})
 
-    async def _cancel(self, http: HttpRequest) -> Response:
+    async def cancel(self, http: HttpRequest) -> Response:
         found = self._store.cancel(http.user.key.name, http.path_params["batch_id"])
         return json_response({**found})
 

@@ -10,19 +10,16 @@ from weakref import WeakValueDictionary
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from baton.core.errors import InvalidRequest, UnknownRequest
 from baton.core.proto_json import Json
 from baton.core.types import Message, Request
 from baton.router.edges.auth import Caller
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.endpoint import GenerationEndpoint, catch_errors, json_response
+from baton.router.edges.http.endpoint import GenerationEndpoint, json_response
 from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
 from baton.router.edges.http.responses.responses_request import ResponsesRequest
 from baton.router.served_models import ServedModel
-
-PATH = "/v1/responses"
 
 STORED_CHARACTERS = 64 * 2**20
 """Of all responses together; each counts with the whole conversation before it."""
@@ -106,9 +103,9 @@ def _size(message: Message) -> int:
 
 
 class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
-    def __init__(self, context: EdgeContext, store: ResponseStore) -> None:
+    def __init__(self, context: EdgeContext) -> None:
         super().__init__(ResponsesRenderer, context)
-        self._store = store
+        self._store = ResponseStore()
 
     def _parse(
         self, content: Json, request_id: str, caller: Caller
@@ -128,25 +125,13 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
             self._store.run(caller.key.name, renderer)
         return renderer
 
-
-def responses_routes(context: EdgeContext) -> list[Route]:
-    store = ResponseStore()
-
-    async def stored(http: HttpRequest) -> Response:
+    async def stored(self, http: HttpRequest) -> Response:
         owner, response_id = http.user.key.name, http.path_params["response_id"]
         if http.method != "DELETE":
-            return Response(store.body(owner, response_id), media_type="application/json")
-        store.delete(owner, response_id)
+            return Response(self._store.body(owner, response_id), media_type="application/json")
+        self._store.delete(owner, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    async def cancel(http: HttpRequest) -> Response:
-        body = store.cancel(http.user.key.name, http.path_params["response_id"])
+    async def cancel(self, http: HttpRequest) -> Response:
+        body = self._store.cancel(http.user.key.name, http.path_params["response_id"])
         return Response(body, media_type="application/json")
-
-    one = f"{PATH}/{{response_id}}"
-    return [
-        Route(PATH, ResponsesEndpoint(context, store), methods=["POST"]),
-        # One route for both: a refused method's Allow header lists those of its route.
-        Route(one, catch_errors(stored), methods=["GET", "DELETE"]),
-        Route(f"{one}/cancel", catch_errors(cancel), methods=["POST"]),
-    ]
