@@ -133,7 +133,7 @@ class Placer:
         self._without_pair_since: float | None = None
         self._note_pair()
         membership.listen(self._membership_changed)
-        membership.listen_reports(self._note_step)
+        membership.on_report = self._note_step
 
     def choose(
         self,

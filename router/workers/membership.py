@@ -44,7 +44,7 @@ class Membership:
         self._links: dict[str, WorkerLink] = {}  # by address
         self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._report_listeners: list[Callable[[WorkerLink], None]] = []
+        self.on_report: Callable[[WorkerLink], None] = lambda link: None  # after every Load
         self._known_names: dict[str, WorkerLink] | None = None  # None after any change
         self._ended_agents = EndedAgents()
         self._losses = Losses()
@@ -58,10 +58,6 @@ class Membership:
     def listen(self, listener: Callable[[], None]) -> None:
         """Calls `listener` after every change, in the order of registration."""
         self._listeners.append(listener)
-
-    def listen_reports(self, listener: Callable[[WorkerLink], None]) -> None:
-        """Calls `listener` with the link after every Load."""
-        self._report_listeners.append(listener)
 
     def notify(self) -> None:
         self._known_names = None
@@ -96,7 +92,7 @@ class Membership:
                 self._model,
                 self._config.router,
                 self._link_changed,
-                on_report=self._link_reported,
+                on_report=lambda link: self.on_report(link),
                 on_lost=self._link_lost,
                 identity=self._identity,
                 holds=self._holds,
@@ -210,10 +206,6 @@ class Membership:
         for link in self.links:
             if link is not lost:
                 link.fence()
-
-    def _link_reported(self, link: WorkerLink) -> None:
-        for listener in self._report_listeners:
-            listener(link)
 
     def _link_changed(self, link: WorkerLink) -> None:
         self._known_names = None
