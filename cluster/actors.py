@@ -35,7 +35,7 @@ from baton.cluster.ray_session import cluster_name, complete, find_actor, load_f
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError
-from baton.core.process import StartTimes, StopSignal, settle_memory
+from baton.core.process import StartTimes, StopSignal, settle_memory, uncollected_imports
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
 from baton.worker.step_record import open_record
@@ -176,7 +176,8 @@ class WorkerThread(ServerThread):
         assert self._member.role is not None
         claim_threads(self._config, self._member.role)
         # Imported after the first report: torch takes seconds.
-        from baton.worker.worker_server import WorkerServer
+        with uncollected_imports():
+            from baton.worker.worker_server import WorkerServer
 
         server = WorkerServer(
             self._config,
@@ -212,7 +213,8 @@ class RouterThread(ServerThread):
         super().__init__(tree, member)
 
     async def _serve(self) -> bool:
-        from baton.router.server import RouterServer
+        with uncollected_imports():
+            from baton.router.server import RouterServer
 
         self._report(progress="loading the tokenizer")
         server = RouterServer(self._config, self._member.worker_id)

@@ -12,7 +12,13 @@ import uvloop
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidConfig
-from baton.core.process import StartTimes, process_began, set_up_logging, stop_on_signals
+from baton.core.process import (
+    StartTimes,
+    process_began,
+    set_up_logging,
+    stop_on_signals,
+    uncollected_imports,
+)
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
 from baton.worker.step_record import StepRecord, open_record
@@ -32,7 +38,8 @@ def main(role: Role) -> None:
         times.mark("command")
         port = config.pool(role).port if arguments.port is None else arguments.port
         record = _open_record(config, role, port)
-        from baton.worker.worker_server import WorkerServer
+        with uncollected_imports():
+            from baton.worker.worker_server import WorkerServer
 
         worker_id = arguments.name or f"{role.value}-0"
         server = WorkerServer(config, role, worker_id, times=times, record=record)
