@@ -16,7 +16,14 @@ from llvmlite import ir
 
 from baton.kernels.cpu import amx
 from baton.kernels.cpu.attention_products import prefetch_keys
-from baton.kernels.cpu.attention_shape import SPLIT, WEIGHTS_STRIDE, ContextSplit, Heads, PageTable
+from baton.kernels.cpu.attention_shape import (
+    MANY_ROWS,
+    SPLIT,
+    WEIGHTS_STRIDE,
+    ContextSplit,
+    Heads,
+    PageTable,
+)
 from baton.kernels.cpu.attention_tile import Merging, Tiles, copy_query, find_tokens
 from baton.kernels.cpu.compiler import Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
@@ -26,8 +33,11 @@ CHUNK_ROWS = 48
 threads busy."""
 
 
-CHUNK_ROWS_ON_TILES = 192
-"""The same on tile registers, where keys and values are laid out for each work item."""
+CHUNK_ROWS_LAID_OUT = 192
+"""The same where keys are laid out for each work item."""
+
+ITEMS_OF_THREAD = 4
+"""Work items that each thread should have at least, before they have more than CHUNK_ROWS."""
 
 CHUNK_STEP = 64
 """Tokens that are read for all rows of a work item before the next: as many as stay in the
@@ -71,6 +81,7 @@ class ChunkArguments(ctypes.Structure):
         ("start", ctypes.c_int64),  # the position of the table's first token
         ("position", ctypes.c_int64),  # of the chunk's first token
         ("tokens", ctypes.c_int64),
+        ("tokens_of_item", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),  # float32 [heads]
         ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
@@ -93,7 +104,7 @@ class Scratch:
             "queries": rows * shape.head_dim,
             "parts": rows * shape.part_numbers,
             "merged": rows * shape.part_numbers,
-            "keys": laid_out,
+            "keys": SPLIT * shape.head_dim if shape.columns and rows >= MANY_ROWS else laid_out,
             "values": laid_out,
             "scales": 2 * SPLIT if shape.scaled else 0,
             "copied keys": SPLIT * shape.head_dim if shape.unpacked else 0,
@@ -104,8 +115,8 @@ class Scratch:
         self._starts, start = {}, 0
         for name, size in sizes.items():
             self._starts[name] = start
-            start += size
-        self.numbers = -(-start // 16) * 16
+            start += -(-size // 16) * 16
+        self.numbers = start
 
     def of_thread(self, code: Function, given: Arguments) -> Memory:
         """This thread's memory."""
@@ -135,10 +146,16 @@ class AttentionCode:
 
     def __init__(self, shape: Heads) -> None:
         self._shape = shape
-        rows = CHUNK_ROWS_ON_TILES if shape.amx else CHUNK_ROWS
-        self._chunk_tokens = max(1, rows // shape.group)
+        least = CHUNK_ROWS_LAID_OUT if shape.amx else CHUNK_ROWS
+        most = CHUNK_ROWS_LAID_OUT if shape.columns else least
+        self._least, self._most = (max(1, rows // shape.group) for rows in (least, most))
         self.decode_scratch = Scratch(shape, shape.group)
-        self.chunk_scratch = Scratch(shape, self._chunk_tokens * shape.group)
+        self.chunk_scratch = Scratch(shape, self._most * shape.group)
+
+    def tokens_of_item(self, tokens: int, threads: int) -> int:
+        """Of a chunk of so many; no result depends on it."""
+        each = tokens * self._shape.kv_heads // (ITEMS_OF_THREAD * threads)
+        return min(max(each, self._least), self._most)
 
     def write(self) -> ir.Module:
         self._module = ir.Module("attention")
@@ -182,7 +199,8 @@ class AttentionCode:
             given.memory(name, COUNT).count(sequence) for name in ("start", "first", "end")
         )
         pages = PageTable(table, given.count("page_stride"), start)
-        seen = self._split(code, given, memory, pages, first // SPLIT + index, first, end, kv_head)
+        rows, number = Count(code.builder, ir.Constant(COUNT, shape.group)), first // SPLIT + index
+        seen = self._split(code, given, memory, pages, number, first, end, kv_head, rows)
         begin, split = seen
         if shape.amx and not shape.unpacked:
             prefetch_keys(code, shape, split)
@@ -191,7 +209,6 @@ class AttentionCode:
         parts = given.memory("parts").from_(
             ((sequence * shape.heads + head) * splits + index) * shape.part_numbers
         )
-        rows = Count(code.builder, ir.Constant(COUNT, shape.group))
         self._tiles.make_parts(code, rows, memory, split, SPLIT)
         with (
             code.loop(0, shape.group) as row,
@@ -212,6 +229,7 @@ class AttentionCode:
         first: Count,
         end: Count,
         kv_head: Count,
+        rows: Count,
     ) -> tuple[Count, ContextSplit]:
         """The split of that number, cut to positions [first, end), and where it begins."""
         shape = self._shape
@@ -220,7 +238,7 @@ class AttentionCode:
         keys = given.memory("cache", shape.stored).from_(kv_head * shape.head_stride)
         values = keys.from_(shape.value_offset)
         places = memory["places"].of(COUNT)
-        split = ContextSplit(keys, values, places, (stop - begin).at_least(0))
+        split = ContextSplit(keys, values, places, (stop - begin).at_least(0), rows)
         find_tokens(code, shape, pages, begin, first, split)
         return begin, split
 
@@ -258,7 +276,8 @@ class AttentionCode:
         structure = code.arguments[0]
         given = Arguments(structure, ChunkArguments)
         scratch = self.chunk_scratch.of_thread(code, given)
-        blocks = (given.count("tokens") + self._chunk_tokens - 1) // self._chunk_tokens
+        tokens_of_item = given.count("tokens_of_item")
+        blocks = (given.count("tokens") + tokens_of_item - 1) // tokens_of_item
         items, registers = blocks * shape.kv_heads, amx.tile_registers(code, used=shape.amx)
         with registers, code.claim(given.field("items_claimed"), items) as item:
             # The last tokens have the longest context: first.
@@ -273,8 +292,8 @@ class AttentionCode:
         structure, scratch, index, kv_head = code.arguments
         given = Arguments(structure, ChunkArguments)
         memory = self.chunk_scratch.parts_of(scratch)
-        token = index * self._chunk_tokens
-        tokens = (given.count("tokens") - token).at_most(self._chunk_tokens)
+        token = index * given.count("tokens_of_item")
+        tokens = (given.count("tokens") - token).at_most(given.count("tokens_of_item"))
         rows = tokens * shape.group
         self._begin_rows(code, given, memory, token, kv_head, rows)
         position, window = given.count("position") + token, given.count("window")
@@ -283,7 +302,7 @@ class AttentionCode:
             given.memory("table", COUNT), given.count("page_stride"), given.count("start")
         )
         with code.loop(first // SPLIT, (end + SPLIT - 1) // SPLIT) as number:
-            seen = self._split(code, given, memory, pages, number, first, end, kv_head)
+            seen = self._split(code, given, memory, pages, number, first, end, kv_head, rows)
             begin, split = seen
             with code.loop(0, rows) as row:
                 after = position + row // shape.group + 1 - begin

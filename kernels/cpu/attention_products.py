@@ -1,8 +1,9 @@
 """Products of attention: scores of queries with keys, and weighted sums of values.
 
-VectorProducts computes both with vectors and reads keys and values where they are. TileProducts
-is for bfloat16 on tile registers (amx.py), where keys and values are the weights of a product:
-they are laid out so once per split. Both multiply int8 codes as they are (attention_tile.py).
+VectorProducts computes both with vectors and reads keys and values where they are, but scores of
+many rows with keys laid out for them (attention_columns.py). TileProducts is for bfloat16 on tile
+registers (amx.py), where keys and values are the weights of a product: they are laid out so once
+per split. Both multiply int8 codes as they are (attention_tile.py).
 
     scores     [rows, head_dim] x [head_dim, tokens], 64 tokens at a time
     values     [rows, tokens] x [tokens, value_dim], 32 tokens at a time
@@ -15,7 +16,16 @@ from typing import Any
 from llvmlite import ir
 
 from baton.kernels.cpu import amx
-from baton.kernels.cpu.attention_shape import WEIGHTS_STRIDE, ContextSplit, Heads, Step
+from baton.kernels.cpu.attention_columns import ColumnScores
+from baton.kernels.cpu.attention_shape import (
+    MANY_ROWS,
+    WEIGHTS_STRIDE,
+    ContextSplit,
+    Heads,
+    Step,
+    clamped_places,
+    prefetch_value,
+)
 from baton.kernels.cpu.ir_builder import COUNT, LINE, POINTER, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
     BFLOAT16,
@@ -40,14 +50,30 @@ class VectorProducts:
         counts = range(1, shape.rows + 1)
         self._score = [self._scores(rows) for rows in counts]
         self._add = [self._values(rows) for rows in counts]
+        self._columns = ColumnScores(module, shape) if shape.columns else None
 
     def lay_out(self, code: Function, memory: dict[str, Memory], split: ContextSplit) -> None:
-        """Nothing: keys and values are read from their pages."""
+        """Keys, for many rows; values are read from their pages."""
+        if self._columns:
+            with code.when(split.rows.compare(">=", MANY_ROWS)):
+                self._columns.lay_out(code, memory, split)
 
     def scores(
         self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
     ) -> None:
         """Stores products of queries and keys as memory["weights"]."""
+        if not self._columns:
+            self._scores_in_place(code, at, memory, split)
+            return
+        with code.when(split.rows.compare(">=", MANY_ROWS)):
+            self._columns.scores(code, at, memory)
+        with code.when(split.rows.compare("<", MANY_ROWS)):
+            self._scores_in_place(code, at, memory, split)
+
+    def _scores_in_place(
+        self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
+    ) -> None:
+        """With keys in their pages."""
         queries = memory["queries"].from_(at.row * self._shape.head_dim)
         scores = memory["weights"].from_(at.row * WEIGHTS_STRIDE + at.token)
         given = (queries, split.keys, split.places.from_(at.token), at.tokens, scores)
@@ -196,7 +222,7 @@ class TileProducts:
         code = Function(self._module, "lay_out_keys", types, lanes=amx.LANES)
         keys, places, tokens, out = code.arguments
         with code.loop(0, tokens, step=amx.HALF) as first:
-            at = _places(keys.of(shape.stored), places, first, tokens, amx.HALF)
+            at = clamped_places(keys.of(shape.stored), places, first, tokens, amx.HALF)
             for key in at:
                 prefetch_value(shape, key)
             with code.loop(0, shape.head_dim, step=amx.INPUTS) as dim:
@@ -215,7 +241,7 @@ class TileProducts:
         values, places, tokens, out = code.arguments
         blocks = (tokens + amx.INPUTS - 1) // amx.INPUTS
         with code.loop(0, blocks * amx.INPUTS, step=2) as first:
-            low, high = _places(values.of(shape.stored), places, first, tokens, 2)
+            low, high = clamped_places(values.of(shape.stored), places, first, tokens, 2)
             block = out.from_(first // amx.INPUTS * (amx.HALF * shape.value_dim))
             with code.loop(0, shape.value_dim, step=amx.HALF) as dim:
                 pairs = paired(low.vector(dim), high.vector(dim))
@@ -269,22 +295,6 @@ def prefetch_keys(code: Function, shape: Heads, split: ContextSplit) -> None:
         key = split.keys.from_(split.places.count(token))
         for start in range(0, shape.head_dim, LINE // size_of(shape.stored)):
             key.prefetch(start, keep=2)
-
-
-def prefetch_value(shape: Heads, key: Memory) -> None:
-    """The value of a key's token, for the weighted sum: rows are too far apart for the hardware's
-    prefetcher."""
-    line = LINE // size_of(shape.stored)
-    for start in range(0, shape.value_dim if shape.value_offset else 0, line):
-        key.prefetch(shape.value_offset + start)
-
-
-def _places(
-    numbers: Memory, places: Memory, first: Count, tokens: Count, count: int
-) -> list[Memory]:
-    """The numbers of tokens from the first on; past the last token, its own."""
-    places, last = places.of(COUNT), tokens - 1
-    return [numbers.from_(places.count((first + each).at_most(last))) for each in range(count)]
 
 
 def _pairs(numbers: Memory) -> Floats:

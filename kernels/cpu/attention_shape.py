@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from baton.kernels.cpu import amx
-from baton.kernels.cpu.ir_builder import Count, Memory
-from baton.kernels.cpu.vectors import BFLOAT16, CODE, FLOAT, HALF_BYTE, QUAD
+from baton.kernels.cpu.ir_builder import COUNT, LINE, Count, Memory
+from baton.kernels.cpu.vectors import BFLOAT16, CODE, FLOAT, HALF_BYTE, QUAD, size_of
 
 SPLIT = 256
 """Tokens whose weights share one greatest score; a multiple of any number of lanes."""
@@ -20,6 +20,15 @@ in few sets of the first cache."""
 ROWS_ON_TILES = 32
 """As many rows as leave their scores of a split in the first cache: from tile registers to vectors
 and back they go through memory."""
+
+MANY_ROWS = 18
+"""From as many rows on, keys are laid out for them (attention_columns.py)."""
+
+ROWS_BY_COLUMNS = 48
+"""As many rows as leave their scores of a split in the first cache, or close to it."""
+
+LONGEST_COLUMN = 128
+"""Sums over lanes are a small part of scores of longer heads, for which code would be long."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,22 @@ class Heads:
         return (self.registers - 4) // QUAD - (self.registers > 16)
 
     @property
+    def columns(self) -> bool:
+        """Whether keys are laid out for many rows (attention_columns.py): with AVX-512 alone."""
+        wide = self.lanes == 16 and self.registers > 16
+        return wide and not self.amx and self.head_dim <= LONGEST_COLUMN
+
+    @property
     def rows_at_once(self) -> int:
         """Rows whose scores, weights and sums are made before those of the next."""
+        if self.columns:
+            return ROWS_BY_COLUMNS
         return ROWS_ON_TILES if self.amx else 1 << 30
+
+    @property
+    def rows_weighed(self) -> int:
+        """Rows whose weights are made together."""
+        return 2 if self.columns else 1
 
     def vectors(self, rows: int) -> int:
         """Vectors of each row's result that are summed at a time."""
@@ -108,6 +130,7 @@ class ContextSplit:
     values: Memory
     places: Memory  # [tokens], offsets from there
     tokens: Count
+    rows: Count
 
 
 @dataclass(frozen=True)
@@ -127,3 +150,19 @@ class Step:
     rows: Count
     token: Count  # the first
     tokens: Count
+
+
+def prefetch_value(shape: Heads, key: Memory) -> None:
+    """The value of a key's token, for the weighted sum: rows are too far apart for the hardware's
+    prefetcher."""
+    line = LINE // size_of(shape.stored)
+    for start in range(0, shape.value_dim if shape.value_offset else 0, line):
+        key.prefetch(shape.value_offset + start)
+
+
+def clamped_places(
+    numbers: Memory, places: Memory, first: Count, tokens: Count, count: int
+) -> list[Memory]:
+    """The numbers of tokens from the first on; past the last token, its own."""
+    places, last = places.of(COUNT), tokens - 1
+    return [numbers.from_(places.count((first + each).at_most(last))) for each in range(count)]

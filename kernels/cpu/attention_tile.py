@@ -23,7 +23,6 @@ pages of any size, on any number of threads.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,20 +37,10 @@ from baton.kernels.cpu.attention_shape import (
     PageTable,
     Step,
 )
+from baton.kernels.cpu.attention_weights import weights_code
 from baton.kernels.cpu.half_byte_heads import take_numbers
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
-from baton.kernels.cpu.vectors import (
-    FLOAT,
-    LOG2_E,
-    Floats,
-    constant,
-    exp_of_negative,
-    power_of_2,
-    tanh,
-)
-
-LEAST = -3e38
-"""Less than any score."""
+from baton.kernels.cpu.vectors import FLOAT, exp_of_negative
 
 
 class Tiles:
@@ -59,7 +48,8 @@ class Tiles:
 
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
-        self._weigh, self._products = self._weights(), products_of(module, shape.multiplied)
+        self._weigh = {rows: weights_code(module, shape, rows) for rows in {1, shape.rows_weighed}}
+        self._products = products_of(module, shape.multiplied)
         self._copy_scales = self._scales() if shape.scaled else None
         self._unpack = self._unpacking() if shape.unpacked else None
 
@@ -97,15 +87,24 @@ class Tiles:
         """Of some of the rows."""
         with self._steps(code, some, rows, memory, split, step) as at:
             self._products.scores(code, at, memory, split)
-        with code.loop(*some) as row:
-            bounds = memory["bounds"].of(COUNT)
-            first, end = bounds.count(row * 2), bounds.count(row * 2 + 1)
-            tokens = self._tokens_of_tile(bounds, rows, row)
-            part = memory["parts"].from_(row * self._shape.part_numbers)
-            scores = memory["weights"].from_(row * WEIGHTS_STRIDE)
-            code.call(self._weigh, scores, tokens, first, end, part, memory["scales"])
+        self._make_weights(code, some, rows, memory)
         with self._steps(code, some, rows, memory, split, step) as at:
             self._products.values(code, at, memory, split)
+
+    def _make_weights(
+        self, code: Function, some: tuple[Count, Count], rows: Count, memory: dict[str, Memory]
+    ) -> None:
+        """Of some of the rows, several at a time and the last one by one."""
+        (first, last), several = some, self._shape.rows_weighed
+        whole = first + (last - first) // several * several
+        for start, stop, count in ((first, whole, several), (whole, last, 1)):
+            with code.loop(start, stop, step=count) as row:
+                bounds = memory["bounds"].of(COUNT)
+                tokens = self._tokens_of_tile(bounds, rows, row)
+                part = memory["parts"].from_(row * self._shape.part_numbers)
+                scores = memory["weights"].from_(row * WEIGHTS_STRIDE)
+                given = (scores, tokens, bounds.from_(row * 2), part, memory["scales"])
+                code.call(self._weigh[count], *given)
 
     def _unpacked(
         self, code: Function, memory: dict[str, Memory], split: ContextSplit, unpack: Function
@@ -118,7 +117,7 @@ class Tiles:
         places = memory["copied places"].of(COUNT)
         with code.loop(0, split.tokens) as token:
             places.put_count(token * self._shape.head_dim, token)
-        return ContextSplit(copies[0], copies[1], places, split.tokens)
+        return ContextSplit(copies[0], copies[1], places, split.tokens, split.rows)
 
     def _unpacking(self) -> Function:
         """Copies a split's keys or values: (keys or values, places, tokens, copies)"""
@@ -167,56 +166,6 @@ class Tiles:
         with code.loop(0, tokens) as token:
             scale = heads.from_(places.count(token) + self._shape.head_dim).of(FLOAT)
             scales.put(scale.vector(), token)
-        code.end()
-        return code
-
-    def _weights(self) -> Function:
-        """Turns a row's scores into weights, 0 for tokens it does not see, and begins its part with
-        the greatest score and the sum of the weights: (scores, tokens, first, end, part, scales)"""
-        shape, types = self._shape, [POINTER, COUNT, COUNT, COUNT, POINTER, POINTER]
-        code = Function(self._module, "weights", types, lanes=shape.lanes)
-        scores, tokens, first, end, part, scales = code.arguments
-        vectors = (tokens + shape.aligned - 1) // shape.aligned * shape.aligned
-        scale = shape.scale if shape.cap is None else 1.0
-        if shape.scaled:
-            with code.loop(0, vectors, step=shape.lanes) as token:
-                scores.put(scores.vector(token) * scales.vector(token), token)
-        if shape.cap is not None:
-            with code.loop(0, vectors, step=shape.lanes) as token:
-                share = scores.vector(token) * (shape.scale / shape.cap)
-                scores.put(tanh(share) * shape.cap, token)
-        for start, stop in ((0, first), (end, vectors)):
-            with code.loop(start, stop) as token:
-                scores.in_lanes(1).put(constant(code.builder, LEAST, 1), token)
-        least = code.zero() + LEAST
-        # Those of several vectors at once need not wait for each other.
-        starts = range(0, shape.aligned, shape.lanes)
-        every = [least] * len(starts)
-        with code.sum_loop(0, vectors, every, step=shape.aligned) as (token, greatest):
-            for place, start in enumerate(starts):
-                greatest[place] = greatest[place].or_greater(scores.vector(token + start))
-        highest = functools.reduce(Floats.or_greater, greatest).greatest()
-        top = highest * scale
-        # Weights of tile registers are rounded to bfloat16: a short polynomial will do.
-        power, unit = (power_of_2, LOG2_E) if shape.amx else (exp_of_negative, 1.0)
-        below = code.zero() - (top * unit).where(highest.above(LEAST / 2), code.zero())
-        with code.sum_loop(0, vectors, [code.zero()], step=shape.lanes) as (token, sums):
-            score = scores.vector(token)
-            weight = power(below.plus_product(score, scale * unit))
-            seen = score.above(LEAST / 2)
-            if not shape.amx:  # where 2 to so small a power is 0
-                weight = weight.where(seen, code.zero())
-            share = weight
-            if shape.scaled:
-                share = (weight * scales.vector(token + SPLIT)).where(seen, code.zero())
-            # What is narrower than a score is not written past the scores that were read.
-            scores.of(shape.operand).put(share, token)
-            sums[0] = sums[0] + weight
-        with code.loop(0, shape.value_dim, step=shape.lanes) as at:
-            part.put(code.zero(), at)
-        notes = part.from_(shape.value_dim)
-        notes.put(top)
-        notes.put(sums[0].total(), shape.lanes)
         code.end()
         return code
 

@@ -18,7 +18,7 @@ from baton.core.model_store import cache_folder
 log = logging.getLogger(__name__)
 
 KEPT_FILES = 1000
-"""Of 1 to 30 KB; a model needs three."""
+"""Of 1 to 35 KB; a model needs three."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

@@ -80,8 +80,8 @@ class CompiledAttention:
     ) -> Tensor:
         """query [T, heads, head_dim] of one sequence's tokens -> [T, heads * value_dim]."""
         shape, count = self._shape, query.shape[0]
-        numbers = torch.get_num_threads() * self._code.chunk_scratch.numbers
-        (scratch,) = compiler.scratch(numbers)
+        threads = torch.get_num_threads()
+        (scratch,) = compiler.scratch(threads * self._code.chunk_scratch.numbers)
         out = query.new_empty(count, shape.heads * shape.value_dim)
         arguments = ChunkArguments(
             query.data_ptr(),
@@ -92,6 +92,7 @@ class CompiledAttention:
             reads.start,
             reads.position,
             count,
+            self._code.tokens_of_item(count, threads),
             reads.window or UNLIMITED,
             self._address(sinks),
             scratch,
