@@ -96,7 +96,7 @@ class Scratch:
 
     def __init__(self, shape: Heads, rows: int) -> None:
         rows = -(-rows // shape.rows) * shape.rows
-        laid_out = SPLIT * shape.head_dim // 2 if shape.amx else 0
+        laid_out, many = SPLIT * shape.head_dim // 2 if shape.amx else 0, rows >= MANY_ROWS
         sizes = {
             "places": 2 * SPLIT,  # 64-bit offsets
             "bounds": 4 * rows,  # 64-bit numbers
@@ -104,8 +104,8 @@ class Scratch:
             "queries": rows * shape.head_dim,
             "parts": rows * shape.part_numbers,
             "merged": rows * shape.part_numbers,
-            "keys": SPLIT * shape.head_dim if shape.columns and rows >= MANY_ROWS else laid_out,
-            "values": laid_out,
+            "keys": SPLIT * shape.head_dim if shape.columns and many else laid_out,
+            "values": SPLIT * shape.value_dim if shape.copies_values and many else laid_out,
             "scales": 2 * SPLIT if shape.scaled else 0,
             "copied keys": SPLIT * shape.head_dim if shape.unpacked else 0,
             "copied values": SPLIT * shape.head_dim if shape.unpacked else 0,

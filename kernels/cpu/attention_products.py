@@ -51,12 +51,17 @@ class VectorProducts:
         self._score = [self._scores(rows) for rows in counts]
         self._add = [self._values(rows) for rows in counts]
         self._columns = ColumnScores(module, shape) if shape.columns else None
+        if shape.copies_values:
+            self._copy_values, self._add_copied = self._copying(), self._values(shape.rows, True)
 
     def lay_out(self, code: Function, memory: dict[str, Memory], split: ContextSplit) -> None:
-        """Keys, for many rows; values are read from their pages."""
+        """For many rows: keys, and values that are no float32."""
         if self._columns:
             with code.when(split.rows.compare(">=", MANY_ROWS)):
                 self._columns.lay_out(code, memory, split)
+                if self._shape.copies_values:
+                    given = (split.values, split.places, split.tokens, memory["values"])
+                    code.call(self._copy_values, *given)
 
     def scores(
         self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
@@ -85,8 +90,16 @@ class VectorProducts:
         """Adds weighted values to memory["parts"]."""
         weights = memory["weights"].from_(at.row * WEIGHTS_STRIDE + at.token)
         parts = memory["parts"].from_(at.row * self._shape.part_numbers)
-        given = (weights, split.values, split.places.from_(at.token), at.tokens, parts)
-        self._dispatch(code, at.rows, self._add, given)
+        places = split.places.from_(at.token)
+        given = (weights, split.values, places, at.tokens, parts)
+        if not self._shape.copies_values:
+            self._dispatch(code, at.rows, self._add, given)
+            return
+        with code.when(split.rows.compare(">=", MANY_ROWS)):
+            copies = memory["values"].from_(at.token * self._shape.value_dim)
+            code.call(self._add_copied, weights, copies, places, at.tokens, parts)
+        with code.when(split.rows.compare("<", MANY_ROWS)):
+            self._dispatch(code, at.rows, self._add, given)
 
     @staticmethod
     def _dispatch(
@@ -138,12 +151,27 @@ class VectorProducts:
                 at = row * QUAD + token
                 sums[at] = sums[at].plus_product(q, k)
 
-    def _values(self, rows: int) -> Function:
-        """Adds weighted values to parts: (weights, values, places, tokens, parts)"""
+    def _copying(self) -> Function:
+        """Copies a split's values as float32: (values, places, tokens, copies)"""
+        shape, types = self._shape, [POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, "copy_values", types, lanes=shape.lanes)
+        values, places, tokens, copies = code.arguments
+        with code.loop(0, tokens) as token:
+            value = values.of(shape.stored).from_(places.of(COUNT).count(token))
+            for dim in range(0, shape.value_dim, shape.lanes):
+                copies.put(value.vector(dim), token * shape.value_dim + dim)
+        code.end()
+        return code
+
+    def _values(self, rows: int, copied: bool = False) -> Function:
+        """Adds weighted values to parts; copies are one after another, and the rows beyond the last
+        have numbers of no use: (weights, values, places, tokens, parts)"""
         shape, types = self._shape, [POINTER, POINTER, POINTER, COUNT, POINTER]
-        code = Function(self._module, f"values_{rows}", types, lanes=shape.lanes)
+        name = "copied_values" if copied else f"values_{rows}"
+        code = Function(self._module, name, types, lanes=shape.lanes)
         weights, values, places, tokens, parts = code.arguments
-        values, places, vectors = values.of(shape.stored), places.of(COUNT), shape.vectors(rows)
+        values = values if copied else values.of(shape.stored)
+        places, vectors = places.of(COUNT), shape.vectors(rows)
         with code.loop(0, shape.value_dim, step=vectors * shape.lanes) as start:
             places_of_sums = [
                 start + (row * shape.part_numbers + vector * shape.lanes)
@@ -152,7 +180,8 @@ class VectorProducts:
             ]
             known = [parts.vector(at) for at in places_of_sums]
             with code.sum_loop(0, tokens, known) as (token, sums):
-                value = values.from_(places.count(token) + start)
+                place = token * shape.value_dim if copied else places.count(token)
+                value = values.from_(place + start)
                 shares = weights.from_(token)
                 self._add_values(value, shares, rows, vectors, sums)
             for at, total in zip(places_of_sums, sums, strict=True):

@@ -95,6 +95,11 @@ class Heads:
         return wide and not self.amx and self.head_dim <= LONGEST_COLUMN
 
     @property
+    def copies_values(self) -> bool:
+        """Whether values are copied for many rows, since each read would widen them again."""
+        return self.columns and self.stored in (BFLOAT16, CODE)
+
+    @property
     def rows_at_once(self) -> int:
         """Rows whose scores, weights and sums are made before those of the next."""
         if self.columns:
