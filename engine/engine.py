@@ -55,6 +55,7 @@ from baton.engine.weight_codes import PACKED
 from baton.engine.weights import load_model
 from baton.kernels.cpu import compiler
 from baton.kernels.fp8 import FP8
+from baton.kernels.integers import GROUPS
 from baton.kernels.linear import WeightCodes
 from baton.kernels.low_rank import AdapterProducts
 
@@ -355,7 +356,8 @@ def fingerprint(
     """Equal for the same model on any machine, and different for any other (a digest)."""
     shape = dataclasses.asdict(architecture)
     if quantization != "none":  # a rank quantizes its part of weights and rows
-        shape["quantized"] = [quantization, ranks]
+        groups = [GROUPS[8]] * (quantization == "int8")  # files may hold pages of other groups
+        shape["quantized"] = [quantization, ranks, *groups]
     files = b"random" if random_weights else digest_files(checkpoint_files(folder))
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode() + files).hexdigest()
 

@@ -1,7 +1,7 @@
 """Numbers as integer codes: weights, keys and values.
 
-Products are of weights, which have a scale for each 32 inputs, in int4 an offset too, and rows in
-int16, which have one scale each.
+Products are of weights, which have a scale for each group of inputs, in int4 an offset too, and
+rows in int16, which have one scale each.
 
     x @ weight.T = row's scale * sum over groups of
                    (sum of codes' products) * (output's scale)
@@ -29,6 +29,8 @@ from torch.nn import functional
 from baton.kernels import SCALE_BYTES
 
 GROUP = 32
+"""Inputs of int4 with one scale and offset."""
+
 MOST = 127.0
 MOST_OF_ROW = 127.0 * 256
 """So that its upper byte is a code of int8, and its lower byte another."""
@@ -37,6 +39,10 @@ LEAST_PEAK = 1e-30
 """Zeros have a scale too."""
 
 Bits = Literal[4, 8]
+
+GROUPS: dict[Bits, int] = {4: GROUP, 8: 128}
+"""Inputs with one scale; a weight's last may be fewer. In int8 more would lose more than the gates
+of quality allow, and fewer leave a CPU's integer units more often."""
 
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Of the range of a group's numbers, for int4."""
@@ -76,12 +82,12 @@ class IntegerWeight(NamedTuple):
 
 def quantize_to_int8(weight: Tensor) -> IntegerWeight:
     """weight [outputs, inputs]"""
-    return _weight(weight, *_quantize(_grouped(weight.float()), MOST))
+    return _weight(weight, *_quantize(_grouped(weight.float(), GROUPS[8]), MOST))
 
 
 def quantize_to_int4(weight: Tensor) -> IntegerWeight:
     """weight [outputs, inputs]"""
-    groups = _grouped(weight.float())
+    groups = _grouped(weight.float(), GROUP)
     some = torch.split(groups.reshape(-1, GROUP), GROUPS_AT_ONCE)
     parts = [_int4_codes(each.t()) for each in some]
     codes = torch.cat([part.codes.t() for part in parts])
@@ -158,9 +164,9 @@ def _weight(
 def integer_product(x: Tensor, weight: IntegerWeight) -> Tensor:
     """x [rows, inputs] -> [rows, outputs], float32, without rounding to x's type."""
     codes, scales = _quantize(x.float(), MOST_OF_ROW)
-    total = torch.zeros(len(x), len(weight.codes))
+    total, size = torch.zeros(len(x), len(weight.codes)), GROUPS[weight.bits]
     for group, factors in enumerate(weight.scales.t()):
-        part = slice(group * GROUP, (group + 1) * GROUP)
+        part = slice(group * size, (group + 1) * size)
         sums = torch.mm(codes[:, part].double(), weight.codes[:, part].double().t())  # exact
         total += sums.float() * factors
         if weight.offsets is not None:
@@ -189,6 +195,6 @@ def _quantize(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     return (x * factors.unsqueeze(-1)).round(), peaks / most
 
 
-def _grouped(rows: Tensor) -> Tensor:
-    """[rows, size] -> [rows, groups, GROUP]; the last group is filled up."""
-    return functional.pad(rows, (0, -rows.shape[1] % GROUP)).unfold(1, GROUP, GROUP)
+def _grouped(rows: Tensor, group: int) -> Tensor:
+    """[rows, size] -> [rows, groups, group]; the last group is filled up."""
+    return functional.pad(rows, (0, -rows.shape[1] % group)).unfold(1, group, group)

@@ -9,10 +9,14 @@ from llvmlite import ir
 
 from baton.kernels.cpu.ir_builder import Count, Function, Memory
 from baton.kernels.cpu.vectors import Floats
-from baton.kernels.integers import GROUP, LEAST_PEAK, Bits
+from baton.kernels.integers import GROUPS, LEAST_PEAK, Bits
 
 INPUTS_OF_LANE = 4
-LANES_OF_GROUP = GROUP // INPUTS_OF_LANE
+
+PART = 32
+"""Inputs of a part: groups and weights are of whole parts."""
+
+LANES_OF_PART = PART // INPUTS_OF_LANE
 
 _Size = TypeVar("_Size", int, Count)
 
@@ -20,6 +24,16 @@ _Size = TypeVar("_Size", int, Count)
 def code_lanes(inputs: _Size, bits: Bits) -> _Size:
     """Lanes of an output's codes."""
     return inputs // (INPUTS_OF_LANE * 8 // bits)
+
+
+def group_count(inputs: _Size, bits: Bits) -> _Size:
+    return (inputs + (GROUPS[bits] - 1)) // GROUPS[bits]
+
+
+def parts_of_group(inputs: Count, group: Count, bits: Bits) -> Count | int:
+    """Parts of that group; the last may have fewer."""
+    size = GROUPS[bits]
+    return 1 if size == PART else (inputs - group * size).at_most(size) // PART
 
 
 def codes_of_half(builder: ir.IRBuilder, loaded: ir.Value, half: int, bits: Bits) -> ir.Value:

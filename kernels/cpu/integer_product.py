@@ -1,7 +1,7 @@
 """Products of codes (kernels/integers.py) for product.py. A panel has its weights and then its
 outputs' scales, group by group, and their offsets; a block has its rows' codes, then their scales,
-and for int4 the sums of codes, group by group. What one instruction adds to a sum decides how codes
-lie:
+and for int4 the sums of codes, group by group. A group is summed part by part (integer_codes.py).
+What one instruction adds to a sum decides how codes lie:
 
     Arm's SDOT           four products of bytes: four inputs of an output together; of a row's codes
                          the upper bytes of four inputs, then the lower. The sum of a group is 256
@@ -27,11 +27,14 @@ from torch import Tensor
 from baton.kernels.cpu import compiler, integer_rows
 from baton.kernels.cpu.integer_codes import (
     INPUTS_OF_LANE,
-    LANES_OF_GROUP,
+    LANES_OF_PART,
+    PART,
     code_lanes,
     codes_of_half,
     factor_and_scale,
+    group_count,
     load,
+    parts_of_group,
 )
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
 from baton.kernels.cpu.norm import normalized
@@ -45,7 +48,7 @@ from baton.kernels.cpu.vectors import (
     lane_numbers,
     whole_numbers,
 )
-from baton.kernels.integers import GROUP, MOST_OF_ROW, Bits, IntegerWeight
+from baton.kernels.integers import GROUPS, MOST_OF_ROW, Bits, IntegerWeight
 
 BYTES = 2
 """Of a row's code."""
@@ -69,7 +72,7 @@ def tile_sizes() -> tuple[int, int]:
 
 def panel_depth(inputs: _Size, bits: Bits) -> _Size:
     """Lanes of each output, scales included."""
-    return code_lanes(inputs, bits) + inputs // (GROUP if bits == 8 else GROUP // 2)
+    return code_lanes(inputs, bits) + group_count(inputs, bits) * (8 // bits)
 
 
 def block_depth(inputs: _Size, bits: Bits) -> _Size:
@@ -77,13 +80,13 @@ def block_depth(inputs: _Size, bits: Bits) -> _Size:
     if compiler.has_byte_dot():
         return integer_rows.block_depth(inputs, bits)
     lanes = inputs // INPUTS_OF_LANE * BYTES + 1
-    return lanes if bits == 8 else lanes + inputs // GROUP
+    return lanes if bits == 8 else lanes + group_count(inputs, bits)
 
 
 def suits(weight: IntegerWeight) -> bool:
     """Whether there is compiled code for such a weight."""
     outputs, inputs = weight.codes.shape
-    return bool(outputs and inputs) and inputs % GROUP == 0
+    return bool(outputs and inputs) and inputs % PART == 0
 
 
 def packed(weight: IntegerWeight, panel: int) -> Tensor:
@@ -125,15 +128,17 @@ def part_code(
     addend, out = addend.of(element), out.of(result)
     lanes, width = inputs // INPUTS_OF_LANE, vectors * size
     scales = panel.from_(code_lanes(inputs, bits) * width)
-    offsets = scales.from_(inputs // GROUP * width)
+    groups = group_count(inputs, bits)
+    offsets = scales.from_(groups * width)
     row_sums = block.from_(lanes * (rows_of_block * BYTES) + rows_of_block)
     places = [(row, vector) for row in range(rows) for vector in range(vectors)]
     group_sums = _sums_of_bytes if compiler.has_dot() else _sums_of_pairs
-    with code.sum_loop(0, inputs // GROUP, [code.zero()] * len(places)) as (group, totals):
-        first = group * LANES_OF_GROUP
+    with code.sum_loop(0, groups, [code.zero()] * len(places)) as (group, totals):
+        first = group * (GROUPS[bits] // INPUTS_OF_LANE)
         codes = block.from_(first * (rows_of_block * BYTES))
-        weights = panel.from_(group * (code_lanes(GROUP, bits) * width))
-        sums = group_sums(code, codes, weights, rows, vectors, bits)
+        weights = panel.from_(group * (code_lanes(GROUPS[bits], bits) * width))
+        parts = parts_of_group(inputs, group, bits)
+        sums = group_sums(code, codes, weights, parts, rows, vectors, bits)
         factors = [scales.vector(group * width + size * vector) for vector in range(vectors)]
         for at, (row, vector) in enumerate(places):
             totals[at] = totals[at] + sums[at] * factors[vector]
@@ -149,45 +154,62 @@ def part_code(
 
 
 def _sums_of_bytes(
-    code: Function, block: Memory, panel: Memory, rows: int, vectors: int, bits: Bits
+    code: Function,
+    block: Memory,
+    panel: Memory,
+    parts: Count | int,
+    rows: int,
+    vectors: int,
+    bits: Bits,
 ) -> list[Floats]:
     """Of the group that begins there, for each row and vector."""
     builder = code.builder
-    sums = [[ir.Constant(_LANES, None)] * vectors for _ in range(rows * BYTES)]
-    for lane in range(LANES_OF_GROUP):
-        at, half = divmod(lane, 8 // bits)
-        loaded = [load(panel, (at * vectors + each) * QUAD, _CODES) for each in range(vectors)]
-        weights = [codes_of_half(builder, each, half, bits) for each in loaded]
-        inputs = load(block, lane * QUAD, _LANES)
-        for byte, found in enumerate(sums):
-            x = builder.shuffle_vector(inputs, inputs, lane_numbers([byte] * QUAD))
-            for vector, weight in enumerate(weights):
-                found[vector] = _plus_dot(builder, found[vector], weight, x)
-    pairs = zip(sums[::BYTES], sums[1::BYTES], strict=True)
+    zeros = [Integers(builder, ir.Constant(_LANES, None))] * (rows * BYTES * vectors)
+    with code.sum_loop(0, parts, zeros) as (part, sums):
+        codes = block.from_(part * (LANES_OF_PART * QUAD))
+        weights = panel.from_(part * (code_lanes(PART, bits) * vectors * QUAD))
+        for lane in range(LANES_OF_PART):
+            at, half = divmod(lane, 8 // bits)
+            loaded = [
+                load(weights, (at * vectors + each) * QUAD, _CODES) for each in range(vectors)
+            ]
+            halves = [codes_of_half(builder, each, half, bits) for each in loaded]
+            inputs = load(codes, lane * QUAD, _LANES)
+            for byte in range(rows * BYTES):
+                x = builder.shuffle_vector(inputs, inputs, lane_numbers([byte] * QUAD))
+                for at, weight in enumerate(halves, start=byte * vectors):
+                    sums[at] = _plus_dot(sums[at], weight, x)
+    by_byte = [sums[start : start + vectors] for start in range(0, len(sums), vectors)]
     joined = [
-        builder.add(builder.shl(upper, lane_numbers([8] * QUAD)), lower)
-        for pair in pairs
+        builder.add(builder.shl(upper.value, lane_numbers([8] * QUAD)), lower.value)
+        for pair in zip(by_byte[::BYTES], by_byte[1::BYTES], strict=True)
         for upper, lower in zip(*pair, strict=True)
     ]
     return [Integers(builder, each).as_floats() for each in joined]
 
 
-def _plus_dot(builder: ir.IRBuilder, total: ir.Value, one: ir.Value, other: ir.Value) -> ir.Value:
+def _plus_dot(total: Integers, one: ir.Value, other: ir.Value) -> Integers:
     """Adds the products of each lane's four codes."""
-    kinds = [_LANES, _CODES, _CODES]
+    builder, kinds = total.builder, [_LANES, _CODES, _CODES]
     dot = declare(builder.module, "llvm.aarch64.neon.sdot.v4i32.v16i8", _LANES, kinds)
-    return builder.call(dot, [total, one, builder.bitcast(other, _CODES)])
+    return Integers(builder, builder.call(dot, [total.value, one, builder.bitcast(other, _CODES)]))
 
 
 def _sums_of_pairs(
-    code: Function, block: Memory, panel: Memory, rows: int, vectors: int, bits: Bits
+    code: Function,
+    block: Memory,
+    panel: Memory,
+    parts: Count | int,
+    rows: int,
+    vectors: int,
+    bits: Bits,
 ) -> list[Floats]:
     """As _sums_of_bytes."""
     builder, (size, rows_of_block) = code.builder, tile_sizes()
     codes, pairs = (ir.VectorType(each, 2 * size) for each in (CODE, _SHORT))
     zero = Integers(builder, ir.Constant(ir.VectorType(LANE, size), None))
     # A loop: unrolled, all weights of a group are widened before the first product.
-    with code.sum_loop(0, LANES_OF_GROUP, [zero] * (rows * vectors)) as (lane, sums):
+    with code.sum_loop(0, parts * LANES_OF_PART, [zero] * (rows * vectors)) as (lane, sums):
         x = block.from_(lane * (rows_of_block * BYTES))
         weights = panel.from_(lane * (vectors * size * bits // 8))
         for pair in range(INPUTS_OF_LANE // 2):
@@ -218,17 +240,17 @@ def block_code(
         factor, scale = factor_and_scale(code, numbers, inputs, MOST_OF_ROW)
         scales = block.in_lanes(1).from_(inputs // INPUTS_OF_LANE * (rows * BYTES))
         scales.put(scale.arranged(scale, [0]), row)
-        with code.loop(0, inputs // GROUP) as group:
+        with code.loop(0, inputs // PART) as part:
             total = code.zero()
-            for lane in range(LANES_OF_GROUP):
-                scaled = numbers(group * GROUP + lane * QUAD) * factor
-                at = group * LANES_OF_GROUP + lane
+            for lane in range(LANES_OF_PART):
+                scaled = numbers(part * PART + lane * QUAD) * factor
+                at = part * LANES_OF_PART + lane
                 target = block.from_(at * (rows * BYTES) + row * BYTES)
                 code.builder.store(_codes(scaled), target.value, align=4)
                 total = total + scaled.nearest()
-            if bits == 4:
+            if bits == 4:  # a part is a group
                 summed = total.total()
-                scales.put(summed.arranged(summed, [0]), (group + 1) * rows + row)
+                scales.put(summed.arranged(summed, [0]), (part + 1) * rows + row)
     code.end()
     return code
 

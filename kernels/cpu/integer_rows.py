@@ -1,15 +1,16 @@
 """Products of codes on x86_64 with AVX-512's dot products of bytes (VPDPBUSD), and on tile
 registers (AMX).
 
-Four inputs of an output lie together, as on Arm; of each 32 inputs of a row the upper bytes, then
-the lower. A block has row after row: codes, what the sums of groups begin with, for int4 the sums
-of codes, the scale. Both kinds of code add up the same integers, so they give the same bits:
+Four inputs of an output lie together, as on Arm; of each 64 inputs of a row, in int4 32, the upper
+bytes, then the lower. A block has row after row: codes, what the sums of groups begin with, for
+int4 the sums of codes, the scale. Both kinds of code add up the same integers, so they give the
+same bits:
 
     vectors   up to FEW_ROWS rows. The instruction takes weights as unsigned bytes, which are 128
               too great; a group's sum begins with -128 times the sum of the row's codes
     tiles     up to 16 rows, of int8 alone. One instruction multiplies 16 rows and 16 outputs over
-              the 32 inputs of a group. The sums of its upper and lower bytes go through memory to
-              vectors, where they are joined and scaled
+              64 inputs, or the last 32. A group's sums of upper and of lower bytes go through
+              memory to vectors, where they are joined and scaled
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from baton.kernels.cpu import amx, compiler
 from baton.kernels.cpu.amx import TileShape
 from baton.kernels.cpu.integer_codes import (
     INPUTS_OF_LANE,
-    LANES_OF_GROUP,
+    LANES_OF_PART,
+    PART,
     code_lanes,
     codes_of_half,
     factor_and_scale,
+    group_count,
     load,
+    parts_of_group,
 )
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
 from baton.kernels.cpu.norm import normalized
@@ -42,26 +46,25 @@ from baton.kernels.cpu.vectors import (
     lane_numbers,
     whole_numbers,
 )
-from baton.kernels.integers import GROUP, MOST_OF_ROW, Bits
+from baton.kernels.integers import GROUPS, MOST_OF_ROW, Bits
 
 LANES = 16
 ROWS = 16
 FEW_ROWS = 4
 """Rows that vectors multiply at once, so that all sums stay in registers."""
 
-UPPER, LOWER = 0, LANES_OF_GROUP
-"""Lanes from the start of a group of a row's codes."""
+LANES_TOGETHER: dict[Bits, int] = {4: LANES_OF_PART, 8: 2 * LANES_OF_PART}
+"""Of a row's upper bytes, before the lower."""
 
-_UPPER_SUMS, _LOWER_SUMS, _UPPER_X, _LOWER_X, _WEIGHTS = range(5)
-_OPERAND = TileShape(row_bytes=GROUP)
+_SUMS = (0, 1)
+_X, _WEIGHTS = (2, 3), 4
+_X_OF_PART, _WEIGHTS_OF_PART = (5, 6), 7
 TILE_SHAPES = (
-    TileShape(),
-    TileShape(),
-    _OPERAND,
-    _OPERAND,
-    TileShape(rows=LANES_OF_GROUP),
-    *[TileShape()] * 3,
+    *[TileShape()] * 5,
+    *[TileShape(row_bytes=PART)] * 2,
+    TileShape(rows=LANES_OF_PART),
 )
+"""Registers of sums, of upper and of lower bytes; of 64 inputs; and of a part."""
 
 SUMS_SIZE = 2 * ROWS * LANES
 """Numbers of a group's sums, of upper bytes and of lower ones."""
@@ -83,7 +86,18 @@ def block_depth(inputs: _Size, bits: Bits) -> _Size:
 
 
 def _scale_place(inputs: _Size, bits: Bits) -> _Size:
-    return inputs // 2 + inputs // (GROUP * bits // 8)
+    return _sums_place(inputs, bits) + group_count(inputs, bits) * (8 // bits)
+
+
+def _sums_place(inputs: _Size, bits: Bits) -> _Size:
+    """Behind a row's codes."""
+    together = LANES_TOGETHER[bits]
+    return (inputs // INPUTS_OF_LANE + (together - 1)) // together * (2 * together)
+
+
+def _code_place(lane: Count, bits: Bits) -> Count:
+    """Of the upper bytes of a row's inputs."""
+    return lane + lane // LANES_TOGETHER[bits] * LANES_TOGETHER[bits]
 
 
 def block_code(
@@ -101,15 +115,17 @@ def block_code(
         factor, scale = factor_and_scale(code, numbers, inputs, MOST_OF_ROW)
         target = block.from_(row * block_depth(inputs, bits))
         _put_one(target, scale, _scale_place(inputs, bits))
-        with code.loop(0, inputs // GROUP) as group:
-            total = code.zero()
-            for start in range(0, GROUP, LANES):
-                scaled = numbers(group * GROUP + start) * factor
-                shifted = scaled + ROUNDING
-                _put_codes(target.from_(group * LANES + start // INPUTS_OF_LANE), shifted)
-                total = total + (shifted - ROUNDING)
+        with code.loop(0, group_count(inputs, bits)) as group:
+            parts = parts_of_group(inputs, group, bits)
+            with code.sum_loop(0, parts, [code.zero()]) as (part, totals):
+                first = group * GROUPS[bits] + part * PART
+                for start in range(0, PART, LANES):
+                    shifted = numbers(first + start) * factor + ROUNDING
+                    place = _code_place((first + start) // INPUTS_OF_LANE, bits)
+                    _put_codes(target.from_(place), shifted, bits)
+                    totals[0] = totals[0] + (shifted - ROUNDING)
             if few or not on_tiles(bits):
-                _put_sums_of_codes(target, total.total(), inputs, group, bits)
+                _put_sums_of_codes(target, totals[0].total(), inputs, group, bits)
     code.end()
     return code
 
@@ -117,11 +133,11 @@ def block_code(
 def _put_sums_of_codes(
     target: Memory, total: Floats, inputs: Count, group: Count, bits: Bits
 ) -> None:
-    builder, place = target.builder, inputs // 2 + group
+    builder, place = target.builder, _sums_place(inputs, bits) + group
     begin = builder.bitcast(whole_numbers(total * -128.0), floats_type(LANES))
     _put_one(target, Floats(builder, begin), place)
     if bits == 4:
-        _put_one(target, total, place + inputs // GROUP)
+        _put_one(target, total, place + group_count(inputs, bits))
 
 
 def _put_one(target: Memory, numbers: Floats, index: Count) -> None:
@@ -129,13 +145,13 @@ def _put_one(target: Memory, numbers: Floats, index: Count) -> None:
     target.in_lanes(1).put(numbers.arranged(numbers, [0]), index)
 
 
-def _put_codes(target: Memory, shifted: Floats) -> None:
+def _put_codes(target: Memory, shifted: Floats, bits: Bits) -> None:
     """Codes are the last bits of numbers plus ROUNDING. A lower byte is signed, so the upper one is
     that of the code and 128."""
     builder = shifted.builder
     whole = builder.bitcast(shifted.value, _INTEGERS)
     upper = builder.lshr(builder.add(whole, lane_numbers([128] * LANES)), lane_numbers([8] * LANES))
-    for codes, place in ((upper, UPPER), (whole, LOWER)):
+    for codes, place in ((upper, 0), (whole, LANES_TOGETHER[bits])):
         stored = builder.trunc(codes, ir.VectorType(CODE, LANES))
         builder.store(stored, target.from_(place).value, align=4)
 
@@ -176,7 +192,7 @@ def _vector_code(
     addend, out, groups, width = (
         addend.of(element),
         out.of(result),
-        inputs // GROUP,
+        group_count(inputs, bits),
         vectors * LANES,
     )
     of_rows = [block.from_(block_depth(inputs, bits) * row) for row in range(rows)]
@@ -184,15 +200,16 @@ def _vector_code(
     offsets = scales.from_(groups * width)
     places = list(product(range(rows), range(vectors)))
     with code.sum_loop(0, groups, [code.zero()] * len(places)) as (group, totals):
-        weights = panel.from_(group * (code_lanes(GROUP, bits) * width))
-        begins = [_repeated(row, inputs // 2 + group) for row in of_rows]
-        codes = [row.from_(group * LANES) for row in of_rows]
-        sums = _sums_of_group(code, codes, begins, weights, vectors, bits)
+        weights = panel.from_(group * (code_lanes(GROUPS[bits], bits) * width))
+        begins = [_repeated(row, _sums_place(inputs, bits) + group) for row in of_rows]
+        codes = [row.from_(group * (2 * GROUPS[bits] // INPUTS_OF_LANE)) for row in of_rows]
+        parts = parts_of_group(inputs, group, bits)
+        sums = _sums_of_group(code, codes, begins, weights, parts, vectors, bits)
         for at, (row, vector) in enumerate(places):
             place = group * width + vector * LANES
             totals[at] = totals[at] + sums[at] * scales.vector(place)
             if bits == 4:
-                sum_of_row = of_rows[row].repeated(inputs // 2 + groups + group)
+                sum_of_row = of_rows[row].repeated(_sums_place(inputs, bits) + groups + group)
                 totals[at] = totals[at] + sum_of_row * offsets.vector(place)
     for at, (row, vector) in enumerate(places):
         scale = of_rows[row].repeated(_scale_place(inputs, bits))
@@ -207,6 +224,7 @@ def _sums_of_group(
     codes: list[Memory],
     begins: list[Integers],
     weights: Memory,
+    parts: Count | int,
     vectors: int,
     bits: Bits,
 ) -> list[Floats]:
@@ -215,14 +233,14 @@ def _sums_of_group(
     zero = Integers(builder, ir.Constant(_INTEGERS, None))
     first = [each for begin in begins for each in ([zero] * vectors + [begin] * vectors)]
     # A loop: unrolled, all weights of a group are loaded before the first product.
-    with code.sum_loop(0, LANES_OF_GROUP, first, step=2) as (lane, sums):
+    with code.sum_loop(0, parts * LANES_OF_PART, first, step=2) as (lane, sums):
         for turn in range(2):
             at, half = divmod(turn, share)
             start = weights.from_(lane // share * (vectors * LANES))
             loaded = [load(start, (at * vectors + v) * LANES, _BYTES) for v in range(vectors)]
             unsigned = [_unsigned(builder, codes_of_half(builder, w, half, bits)) for w in loaded]
-            for index, (row, byte) in enumerate(product(codes, (UPPER, LOWER))):
-                x = _repeated(row, lane + (turn + byte))
+            for index, (row, byte) in enumerate(product(codes, (0, LANES_TOGETHER[bits]))):
+                x = _repeated(row, _code_place(lane, bits) + (turn + byte))
                 for vector, weight in enumerate(unsigned, start=index * vectors):
                     sums[vector] = plus_byte_dot(sums[vector], weight, x)
     rows = [sums[start : start + 2 * vectors] for start in range(0, len(sums), 2 * vectors)]
@@ -263,23 +281,23 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
     code = Function(module, f"tiles_{result}", types, lanes=LANES)
     block, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out, width = addend.of(element), out.of(result), vectors * LANES
-    groups, depth = inputs // GROUP, block_depth(inputs, 8)
+    groups, depth = group_count(inputs, 8), block_depth(inputs, 8)
     space = code.builder.alloca(floats_type(LANES), size=2 * SUMS_SIZE // LANES)
     passed, tiles = Memory(code.builder, space, LANES), amx.TileCode(code, TILE_SHAPES)
     scales = panel.from_(code_lanes(inputs, 8) * width)
     ahead = scales.from_(groups * width)
 
-    def multiply(group: Count | int, column: Count, target: Count | int) -> None:
-        weights = panel.from_(column).from_(group * (LANES_OF_GROUP * width))
-        codes = block.from_(group * LANES)
-        _put_sums(tiles, codes, depth, weights, width, passed.from_(target))
+    def multiply(group: Count, column: Count, target: Count | int) -> None:
+        out = passed.from_(target)
+        _put_sums(code, tiles, block, panel.from_(column), width, inputs, group, out)
 
     with code.loop(0, width, step=LANES) as column:
-        multiply(0, column, 0)
+        multiply(column * 0, column, 0)
         with code.sum_loop(0, groups, [code.zero()] * ROWS) as (group, totals):
             # The next group is multiplied while vectors wait for nothing.
-            multiply((group + 1).at_most(groups - 1), column, (group + 1) % 2 * SUMS_SIZE)
-            _fetch(ahead.from_(column), group, groups, width)
+            with code.when((group + 1).compare("<", groups)):
+                multiply(group + 1, column, (group + 1) % 2 * SUMS_SIZE)
+            _fetch(code, ahead.from_(column), group, inputs, width)
             factor = scales.vector(group * width + column)
             sums = passed.from_(group % 2 * SUMS_SIZE)
             for at in range(ROWS):
@@ -295,23 +313,45 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
     return code
 
 
-def _fetch(panel: Memory, group: Count, groups: Count, width: int) -> None:
+def _fetch(code: Function, panel: Memory, group: Count, inputs: Count, width: int) -> None:
     """A group's weights and scales of the next panel."""
-    for lane in range(LANES_OF_GROUP):
-        panel.prefetch((group * LANES_OF_GROUP + lane) * width, keep=2)
-    panel.prefetch((groups * LANES_OF_GROUP + group) * width, keep=2)
+    first = group * (GROUPS[8] // INPUTS_OF_LANE)
+    with code.loop(0, parts_of_group(inputs, group, 8)) as part:
+        for lane in range(LANES_OF_PART):
+            panel.prefetch((first + part * LANES_OF_PART + lane) * width, keep=2)
+    panel.prefetch((inputs // INPUTS_OF_LANE + group) * width, keep=2)
 
 
 def _put_sums(
-    tiles: amx.TileCode, codes: Memory, depth: Count, weights: Memory, width: int, out: Memory
+    code: Function,
+    tiles: amx.TileCode,
+    block: Memory,
+    panel: Memory,
+    width: int,
+    inputs: Count,
+    group: Count,
+    out: Memory,
 ) -> None:
     """A group's sums of upper bytes [rows, outputs], then those of lower bytes."""
-    tiles.load(_WEIGHTS, weights, 4 * width)
-    kinds = ((_UPPER_X, _UPPER_SUMS, UPPER), (_LOWER_X, _LOWER_SUMS, LOWER))
-    for index, (x, sums, place) in enumerate(kinds):
-        tiles.load(x, codes.from_(place), depth * 4)
+    depth = block_depth(inputs, 8)
+
+    def multiply(first: Count, x: tuple[int, int], weights: int) -> None:
+        lane = first // INPUTS_OF_LANE
+        codes = block.from_(_code_place(lane, 8))
+        tiles.load(weights, panel.from_(lane * width), 4 * width)
+        for sums, register, byte in zip(_SUMS, x, (0, LANES_TOGETHER[8]), strict=True):
+            tiles.load(register, codes.from_(byte), depth * 4)
+            tiles.add_byte_products(sums, register, weights)
+
+    for sums in _SUMS:
         tiles.zero(sums)
-        tiles.add_byte_products(sums, x, _WEIGHTS)
+    first = group * GROUPS[8]
+    end = (first + GROUPS[8]).at_most(inputs)
+    with code.loop(first, end - PART, step=2 * PART) as two_parts:
+        multiply(two_parts, _X, _WEIGHTS)
+    with code.when((end % (2 * PART)).compare("!=", 0)):
+        multiply(end - PART, _X_OF_PART, _WEIGHTS_OF_PART)
+    for index, sums in enumerate(_SUMS):
         tiles.store(sums, out.from_(index * (ROWS * LANES)), amx.ROW_BYTES)
 
 
