@@ -9,6 +9,7 @@ And it rounds to FP8 as GPUs do: a number that rounds up to a power of two becom
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +35,8 @@ def speed_up() -> None:
     interpreter.interpreter_builder.options = replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
-    _pass_equal_shapes()
+    _broadcast_at_once()
+    _keep_constants()
     _pass_equal_types()
     _keep_computation_types()
     _unwrap_at_once()
@@ -68,15 +70,17 @@ def _keep_dtypes() -> None:
 
 
 def _keep_block_types() -> None:
+    """And their sizes as Python's own tuples, beside those of the language."""
     make, made = core.block_type.__init__, dict[tuple[Any, ...], dict[str, Any]]()
 
     def initialize(self: core.block_type, element_ty: core.dtype, shape: Any) -> None:
-        sizes = (size.value if type(size) is core.constexpr else size for size in shape)
-        key = (element_ty.name, *sizes)
+        if type(shape) is not tuple or core.constexpr in map(type, shape):
+            shape = tuple(size.value if type(size) is core.constexpr else size for size in shape)
+        key = (element_ty.name, shape)
         if key not in made:
-            make(self, element_ty, shape)
+            make(self, element_ty, list(shape))
             made[key] = {name: vars(self)[name] for name in ("shape", "numel", "name")}
-        vars(self).update(made[key], element_ty=element_ty)
+        vars(self).update(made[key], element_ty=element_ty, sizes=shape)
 
     core.block_type.__init__ = initialize
 
@@ -87,7 +91,7 @@ def _share_shapes() -> None:
     make: Callable[..., None] = core.tensor.__init__
 
     def initialize(self: core.tensor, handle: object, type: core.dtype) -> None:
-        key = tuple(type.shape) if type.is_block() else ()
+        key = type.sizes if type.is_block() else ()
         if key not in made:
             make(self, handle, type)
             made[key] = self.numel, self.shape
@@ -97,15 +101,50 @@ def _share_shapes() -> None:
     core.tensor.__init__ = initialize
 
 
-def _pass_equal_shapes() -> None:
-    broadcast = TritonSemantic.broadcast_impl_value
-
-    def broadcast_unequal(
+def _broadcast_at_once() -> None:
+    def broadcast(
         self: TritonSemantic, lhs: core.tensor, rhs: core.tensor
     ) -> tuple[core.tensor, core.tensor]:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        shape = _joint_shape(_block_shape(lhs), _block_shape(rhs))
+        return _spread(lhs, shape), _spread(rhs, shape)
 
-    TritonSemantic.broadcast_impl_value = broadcast_unequal
+    TritonSemantic.broadcast_impl_value = broadcast
+
+
+_joint_shape = functools.cache(np.broadcast_shapes)
+
+
+def _block_shape(tensor: core.tensor) -> tuple[int, ...]:
+    return tensor.type.sizes if tensor.type.is_block() else ()
+
+
+def _spread(tensor: core.tensor, shape: tuple[int, ...]) -> core.tensor:
+    """Copied, which takes less time than a view of numpy's."""
+    own = _block_shape(tensor)
+    if own == shape:
+        return tensor
+    handle, dtype = tensor.handle, tensor.dtype
+    data = np.empty(shape, handle.data.dtype if own else interpreter._get_np_dtype(dtype))
+    data[...] = handle.data
+    return core.tensor(interpreter.TensorHandle(data, dtype), core.block_type(dtype, shape))
+
+
+def _keep_constants() -> None:
+    """But for zeros, which are equal with either sign."""
+    make, made = TritonSemantic.scalar_constant, dict[tuple[Any, ...], core.tensor]()
+
+    def constant(self: TritonSemantic, value: Any, dtype: core.dtype) -> core.tensor:
+        key = (type(value), value, dtype.name)
+        if key not in made:
+            tensor = make(self, value, dtype)
+            if not value:
+                return tensor
+            made[key] = tensor
+        return made[key]
+
+    TritonSemantic.scalar_constant = constant
 
 
 def _pass_equal_types() -> None:
