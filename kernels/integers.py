@@ -40,7 +40,7 @@ LEAST_PEAK = 1e-30
 
 Bits = Literal[4, 8]
 
-GROUPS: dict[Bits, int] = {4: GROUP, 8: 128}
+GROUPS: dict[Bits, int] = {4: GROUP, 8: 64}
 """Inputs with one scale; a weight's last may be fewer. In int8 more would lose more than the gates
 of quality allow, and fewer leave a CPU's integer units more often."""
 

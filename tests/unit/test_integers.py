@@ -38,7 +38,7 @@ PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 
 
 
 def exactly(x: Tensor, weight: Tensor) -> Tensor:
-    """The definition, in float64: the greatest of a row has code 32512, that of each 128 inputs of
+    """The definition, in float64: the greatest of a row has code 32512, that of each 64 inputs of
     a weight code 127."""
 
     def rounded(rows: Tensor, most: float) -> Tensor:
@@ -46,16 +46,16 @@ def exactly(x: Tensor, weight: Tensor) -> Tensor:
         factors = torch.full_like(peaks, most) / peaks
         return torch.round(rows.float() * factors).double() * (peaks.double() / most)
 
-    groups = [rounded(some, 127) for some in weight.split(128, dim=-1)]
+    groups = [rounded(some, 127) for some in weight.split(64, dim=-1)]
     return rounded(x, 32512) @ torch.cat(groups, dim=-1).mT
 
 
 def test_a_groups_greatest_number_has_the_greatest_code() -> None:
-    weight = torch.zeros(2, 130)
-    weight[0, :3], weight[0, 128:] = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([3e-3, 0.0])
+    weight = torch.zeros(2, 66)
+    weight[0, :3], weight[0, 64:] = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([3e-3, 0.0])
     found = quantize_to_int8(weight)
     assert found.codes[0, :3].tolist() == [32, -127, 64]
-    assert found.codes[0, 128:].tolist() == [127, 0]
+    assert found.codes[0, 64:].tolist() == [127, 0]
     assert not found.codes[1].any()
     assert (127 * found.scales[0]).tolist() == pytest.approx([2.0, 3e-3])
 
@@ -245,7 +245,7 @@ def test_ranks_quantize_their_parts(kind: WeightCodes, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not compiler.available(), reason="needs compiled code: an Arm or x86_64 CPU")
-@pytest.mark.parametrize(("kind", "most"), [("int8", 1.04), ("int4", 0.76)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 1.07), ("int4", 0.76)])
 def test_codes_take_little_more_than_their_bits(kind: WeightCodes, most: float) -> None:
     linear = Linear(torch.randn(1200, 1600))
     linear.quantize(kind)

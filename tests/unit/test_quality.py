@@ -99,7 +99,7 @@ class Exams:
 @pytest.fixture(scope="module")
 def exams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exams]:
     with pytest.MonkeyPatch.context() as patch:
-        shorten_story(tmp_path_factory.mktemp("story"), patch, paragraphs=7, characters=300)
+        shorten_story(tmp_path_factory.mktemp("story"), patch, paragraphs=7, characters=800)
         yield Exams()
 
 
