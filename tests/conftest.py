@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-# Threads that wait for one another would spin, on cores that two processes and the clusters that
-# they start share. OpenMP reads it when torch loads it.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Threads that wait for one another would spin, on cores that two processes share. OpenMP reads it
+# when torch loads it; the processes that tests start decide for themselves.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 import torch
+
+del os.environ["OMP_WAIT_POLICY"]
 
 # A suite started in the background inherits an ignored SIGINT, and passes it on to its processes.
 # Several tests send it.
