@@ -41,8 +41,8 @@ LEAST_PEAK = 1e-30
 Bits = Literal[4, 8]
 
 GROUPS: dict[Bits, int] = {4: GROUP, 8: 64}
-"""Inputs with one scale; a weight's last may be fewer. In int8 more would lose more than the gates
-of quality allow, and fewer leave a CPU's integer units more often."""
+"""Inputs with one scale; a weight's last may be fewer. With more, int8 comes near the gates of
+quality; with fewer, sums leave a CPU's integer units more often."""
 
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Of the range of a group's numbers, for int4."""
