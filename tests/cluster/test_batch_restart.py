@@ -12,26 +12,25 @@ import openai
 import pytest
 from openai.types import Batch
 from processes import ProcessCluster, scrape
-from shallow_model import save_shallow_model
 
 from baton.core.metrics import GENERATION_TOKENS
 
 MODEL = "shallow"
 SECONDS = 120.0
-LIVE_TOKENS, FIRST_CHUNKS = 100, 4
+STORY_TOKENS, LIVE_TOKENS, FIRST_CHUNKS = 60, 40, 4
 NO_END = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+def cluster(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     folder = tmp_path_factory.mktemp("batches")
-    sizes = {"kv_memory": "512MiB", "threads": 1}
+    sizes = {"kv_memory": "64MiB", "threads": 1}
     tree: dict[str, object] = {
         "prefill": sizes,
         "decode": {**sizes, "max_batch": 2},  # two requests fill it
         "batches": {"folder": str(folder / "kept")},
     }
-    with ProcessCluster(save_shallow_model(folder / MODEL), folder, tree=tree) as cluster:
+    with ProcessCluster(shallow, folder, tree=tree) as cluster:
         yield cluster
 
 
@@ -83,10 +82,10 @@ def test_a_batch_outlives_its_router(cluster: ProcessCluster, tmp_path: Path) ->
     asked = {
         f"q{index}": {
             "messages": [{"role": "user", "content": f"Name {index} animals."}],
-            "max_tokens": 20,
+            "max_tokens": 12,
             "temperature": 0,
         }
-        for index in range(2, 14)
+        for index in range(2, 10)
     }
     with sdk(cluster) as client:
         batch = start(client, "/v1/chat/completions", asked)
@@ -102,7 +101,7 @@ def test_a_batch_outlives_its_router(cluster: ProcessCluster, tmp_path: Path) ->
         assert answers.keys() == asked.keys()
         assert batch.request_counts
         assert (batch.request_counts.completed, batch.error_file_id) == (len(asked), None)
-        for name in ("q2", "q8", "q13"):
+        for name in ("q2", "q9"):
             live = client.chat.completions.create(model=MODEL, **asked[name])  # type: ignore[call-overload]
             assert answers[name]["choices"] == [live.choices[0].model_dump(exclude_unset=True)]
     cluster.wait_idle()
@@ -138,13 +137,13 @@ def texts(answer: object) -> list[str]:
 
 def test_a_batch_pauses_for_another_request(cluster: ProcessCluster) -> None:
     """Counted in tokens, which no machine's speed changes."""
-    told = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0.0}
+    told = {"prompt": "Once upon a time", "max_tokens": STORY_TOKENS, "temperature": 0.0}
     bodies = {f"story-{index}": {**told, **NO_END} for index in range(4)}
     with sdk(cluster) as client:
         alone = client.completions.create(model=MODEL, extra_body=NO_END, **told)  # type: ignore[call-overload]
         before = generated(cluster)
         batch = start(client, "/v1/completions", bodies)
-        wait(client, batch, lambda _: generated(cluster) > before + 20)
+        wait(client, batch, lambda _: generated(cluster) > before + 10)
         live = client.completions.create(
             model=MODEL, prompt="Hi", max_tokens=LIVE_TOKENS, stream=True, extra_body=NO_END
         )

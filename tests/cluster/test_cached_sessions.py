@@ -1,32 +1,32 @@
-"""Sessions find their caches: two prefill and two decode workers, and a model whose prompts take
-long enough that a cache outweighs what else goes on."""
+"""Sessions find their caches: two prefill and two decode workers, and prompts that take long enough
+that a cache outweighs what else goes on."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from processes import ProcessCluster, scrape
 
 from baton import Answer
 from baton.core import metrics
-from baton.core.model_store import EMBEDDED
 
 SESSIONS = 4
-PROMPT = 160
+PROMPT = 480
 OPTIONS = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.0}
 TREE: dict[str, object] = {
-    "prefill": {"kv_memory": "256MiB", "threads": 1},
-    "decode": {"kv_memory": "256MiB", "threads": 1},
+    "prefill": {"kv_memory": "64MiB", "threads": 1},
+    "decode": {"kv_memory": "64MiB", "threads": 1},
 }
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+def cluster(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     folder = tmp_path_factory.mktemp("sessions")
-    with ProcessCluster(EMBEDDED, folder, prefill=2, decode=2, tree=TREE) as running:
+    with ProcessCluster(shallow, folder, prefill=2, decode=2, tree=TREE) as running:
         yield running
 
 
