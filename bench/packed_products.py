@@ -16,10 +16,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from baton.kernels.gpu import linear
+from baton.kernels.gpu import linear, packed_rows
 from baton.kernels.gpu.compile import compiling
 from baton.kernels.gpu.linear import few_rows, few_rows_alone
 from baton.kernels.gpu.norm import Scaled
@@ -114,41 +115,56 @@ MANY = [
     LinearTiling(128, 128, 8, 3, 64),
 ]
 """To try, for up to 32, up to 64 and more rows."""
+AT_ONCE = [
+    *(LinearTiling(64, depth, 4, stages, rows)
+      for depth, stages in ((256, 3), (256, 4), (256, 6), (128, 4), (128, 6), (128, 8))
+      for rows in (8, 16, 32, 64, 128)),
+]  # fmt: skip
+"""The same of products that decode while they multiply."""
 
 
-def tilings(rows: int, bits: Bits) -> Iterator[LinearTiling]:
+class Choice(NamedTuple):
+    tiling: LinearTiling
+    at_once: bool
+
+    def use(self) -> None:
+        vars(linear)["packed_tiling_for"] = lambda *_: self.tiling
+        vars(packed_rows)["hopper_tiling_for"] = lambda *_: self.tiling if self.at_once else None
+
+
+def choices(rows: int, bits: Bits) -> Iterator[Choice]:
     """Those that fit."""
     for tiling in FEW if rows <= 32 else SOME if rows <= 64 else MANY:
         block = row_block(tiling, rows)
         fits = stages_for(tiling, block, False, bits, 16) == tiling.stages
         registers = tiling.outputs * block // (32 * tiling.warps)
         if fits and registers <= 160:
-            yield tiling
+            yield Choice(tiling, False)
+    for tiling in AT_ONCE:
+        shared = max(8, rows // 4) <= tiling.rows <= max(8, triton.next_power_of_2(rows))
+        if shared and stages_for(tiling, tiling.rows, False, bits, 16) == tiling.stages:
+            yield Choice(tiling, True)
 
 
 def print_tilings(case: Case, rows: list[int], bits: Bits) -> None:
     xs = {n: torch.randn(n, SHAPES[case.name][1], device="cuda").bfloat16() for n in rows}
-    every = [(n, tiling) for n in rows for tiling in tilings(n, bits)]
-
-    def use(tiling: LinearTiling) -> None:
-        vars(linear)["packed_tiling_for"] = lambda *_: tiling
-
+    every = [(n, choice) for n in rows for choice in choices(n, bits)]
     with compiling():
-        for count, tiling in every:
-            use(tiling)
+        for count, choice in every:
+            choice.use()
             case._replace(packed=case.packed[:1]).ours(xs[count])
     for count in rows:
         found = []
-        for at, tiling in every:
+        for at, choice in every:
             if at == count:
-                use(tiling)
+                choice.use()
                 try:
                     run = partial(case.ours, xs[count])
-                    found.append((microseconds(run, len(case.packed)), tiling))
+                    found.append((microseconds(run, len(case.packed)), choice))
                 except OutOfResources as error:
-                    print("skipped", tiling, type(error).__name__, flush=True)
-        for took, tiling in sorted(found, key=lambda each: each[0])[:5]:
-            print(f"{case.name:<12} {count:>5} rows  {took:8.1f}  {tiling}", flush=True)
+                    print("skipped", choice, type(error).__name__, flush=True)
+        for took, choice in sorted(found, key=lambda each: each[0])[:5]:
+            print(f"{case.name:<12} {count:>5} rows  {took:8.1f}  {choice}", flush=True)
 
 
 def main() -> None:

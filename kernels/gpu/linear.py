@@ -13,7 +13,6 @@ the same places.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,19 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.fp8 import Fp8Weight
-from baton.kernels.gpu.fixed_order import (
-    gate,
-    inverse_size,
-    part_sums,
-    settle,
-    square_columns,
-    square_sums,
-)
+from baton.kernels.gpu import packed_rows
+from baton.kernels.gpu.fixed_order import square_columns
 from baton.kernels.gpu.fp8_rows import fp8_rows
 from baton.kernels.gpu.low_rank import DEPTH, Shrunk, added_columns, can_overlap
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.packed_tiles import awaited, packed_tile
 from baton.kernels.gpu.prefetch import piece_for, prefetch
+from baton.kernels.gpu.row_results import Extras, finish
 from baton.kernels.gpu.tilings import (
     LinearTiling,
     Weight,
@@ -64,7 +58,7 @@ def few_rows(
     """
     outputs = weight.shape[0] // 2 if gates else weight.shape[0]
     x, out = source.x, source.x.new_empty(len(source.x), outputs)
-    extras = _Extras(source=source, gates=gates, ahead=ahead, shrunk=shrunk)
+    extras = Extras(source=source, gates=gates, ahead=ahead, shrunk=shrunk)
     _launch(x, weight, bias, out, outputs, extras)
     return out
 
@@ -72,7 +66,7 @@ def few_rows(
 def few_rows_alone(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
     """x @ weight.T, for weight [N, K]: [M, N]."""
     out = x.new_empty(len(x), weight.shape[0]) if out is None else out
-    _launch(x, weight, None, out, weight.shape[0], _Extras())
+    _launch(x, weight, None, out, weight.shape[0], Extras())
     return out
 
 
@@ -90,21 +84,9 @@ def few_rows_onto(
     parts = triton.cdiv(outputs, square_columns(outputs))
     squares = residual.new_empty(parts, rows, dtype=torch.float32)
     target = Scaled(torch.empty_like(residual), squares, epsilon)
-    extras = _Extras(norm=norm, target=target, shrunk=shrunk)
+    extras = Extras(norm=norm, target=target, shrunk=shrunk)
     _launch(x, weight, bias, residual, outputs, extras)
     return target
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Extras:
-    """What comes before a product, and after it."""
-
-    source: Scaled | None = None
-    norm: Tensor | None = None
-    target: Scaled | None = None
-    gates: Activation | None = None
-    ahead: Tensor | None = None
-    shrunk: Shrunk | None = None
 
 
 class _Operands(NamedTuple):
@@ -142,46 +124,35 @@ def _launch(
     bias: Tensor | None,
     out: Tensor,
     outputs: int,
-    extras: _Extras,
+    extras: Extras,
 ) -> None:
-    source, norm, target, gates = extras.source, extras.norm, extras.target, extras.gates
+    if isinstance(weight, PackedWeight) and extras.shrunk is None:
+        found = packed_rows.tiling_for(x, outputs, gated=extras.gates is not None)
+        if found is not None:
+            return packed_rows.multiply(x, weight, bias, out, outputs, extras, found)
     rows, depth = x.shape
-    read = _operands(x, weight, outputs, gates is not None)
+    read = _operands(x, weight, outputs, extras.gates is not None)
     tiling, block_m = read.tiling, row_block(read.tiling, rows)
     packed = isinstance(weight, PackedWeight)
     # Packed gates are in one tile with their ups.
-    block_n = tiling.outputs // 2 if packed and gates else tiling.outputs
+    block_n = tiling.outputs // 2 if packed and extras.gates else tiling.outputs
     programs, threads = triton.cdiv(outputs, block_n), 32 * tiling.warps
     piece = piece_for(extras.ahead, programs * threads)
     # In FP8 another kernel is between shrink and this one, which reads what that leaves.
     overlaps = extras.shrunk and not isinstance(weight, Fp8Weight) and can_overlap(x.device)
-    squares = source.squares if source else None
-    written = target.squares if target else None
     _few_rows[(programs, triton.cdiv(rows, block_m))](
         read.x,
         read.codes,
         read.row_scales,
         read.scales,
-        bias if bias is not None else x,
-        out,
-        squares if squares is not None else (written if written is not None else x),
-        norm if norm is not None else x,
-        target.x if target else out,
-        read.codes if extras.ahead is None else extras.ahead,
+        *extras.tensors(x, bias, out),
         *_adapter_arguments(extras.shrunk, x),
         rows,
         outputs,
         piece,
-        source.epsilon if source else 0.0,
-        PARTS=0 if squares is None else len(squares),
-        BLOCK_PARTS=1 if squares is None else triton.next_power_of_2(len(squares)),
-        K=depth,
-        BIAS=bias is not None,
-        GATED=gates is not None,
-        ACTIVATION=gates or "",
-        ADDS=target is not None,
+        extras.epsilon,
+        **extras.constants(depth, outputs, bias),
         AHEAD=threads if piece else 0,
-        SQUARES=square_columns(outputs),
         FP8=isinstance(weight, Fp8Weight),
         **read.constants,
         BLOCK_M=block_m,
@@ -193,9 +164,10 @@ def _launch(
         num_warps=tiling.warps,
         enable_fp_fusion=False,
         num_stages=stages_for(
-            tiling, block_m, bool(gates) and not packed, read.code_bits, 8 * read.x.itemsize
+            tiling, block_m, bool(extras.gates) and not packed, read.code_bits, 8 * read.x.itemsize
         ),
     )
+    return None
 
 
 def _adapter_arguments(shrunk: Shrunk | None, unused: Tensor) -> tuple[Tensor | int, ...]:
@@ -307,7 +279,7 @@ def _few_rows(
         halves = tl.permute(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
         sums, ups = tl.split(halves)
     if AHEAD > 0:
-        prefetch(ahead_pointer, piece, AHEAD)
+        prefetch(ahead_pointer, piece, tl.arange(0, AHEAD))
     if FP8:
         row_scales = tl.load(row_scales_pointer + row, mask=in_rows, other=0.0)[None, :]
         scales_at = column_scales_pointer + column
@@ -316,13 +288,7 @@ def _few_rows(
         if GATED:
             ups *= tl.load(scales_at + outputs, mask=in_columns, other=0.0)[:, None]
             ups *= row_scales
-    at = row.to(tl.int64)[None, :] * outputs + column[:, None]
-    mask = in_rows[None, :] & in_columns[:, None]
     dtype = out_pointer.dtype.element_ty
-    if BIAS:
-        bias = tl.load(bias_pointer + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
-    else:
-        bias = 0.0
     # Rounded as the matrix library leaves a product; then with what adapters add.
     sums = sums.to(dtype).to(tl.float32)
     if GATED:
@@ -341,35 +307,11 @@ def _few_rows(
                 sums = tl.where(adapted, (sums + added).to(dtype).to(tl.float32), sums)
             else:
                 ups = tl.where(adapted, (ups + added).to(dtype).to(tl.float32), ups)
+    part = tl.arange(0, BLOCK_PARTS)
     if ADDS:
-        # Rounded as many rows are: the product, with its bias, with the residual.
-        if BIAS:
-            sums = (sums + bias).to(dtype).to(tl.float32)
-        sums += tl.load(out_pointer + at, mask=mask, other=0.0).to(tl.float32)
-        sums = tl.where(mask, sums.to(dtype).to(tl.float32), 0.0)
-        norm = tl.load(norm_pointer + column, mask=in_columns, other=0.0).to(tl.float32)
-        tl.store(scaled_pointer + at, (sums * norm[:, None]).to(dtype), mask=mask)
-        left: tl.constexpr = BLOCK_N // SQUARES
-        squares = square_sums(tl.reshape(sums, (left, SQUARES, BLOCK_M)), 1, SQUARES)
-        part = program * left + tl.arange(0, left)
-        squares_at = squares_pointer + part[:, None] * rows + row[None, :]
-        tl.store(squares_at, squares, mask=in_rows[None, :] & (part * SQUARES < outputs)[:, None])
-    else:
-        # Before a row's size is applied.
-        size = 1.0
-        if PARTS > 0:
-            part = tl.arange(0, BLOCK_PARTS)
-            squares = tl.load(
-                squares_pointer + part[:, None] * rows + row[None, :],
-                mask=(part < PARTS)[:, None] & in_rows[None, :],
-                other=0.0,
-            )
-            size = inverse_size(part_sums(squares, 0, BLOCK_PARTS), epsilon, K)[None, :]
-        sums = settle(sums, size, bias, PARTS > 0, BIAS)
-        if GATED:
-            up_bias = 0.0
-            if BIAS:
-                up_bias = tl.load(bias_pointer + outputs + column, mask=in_columns, other=0.0)
-                up_bias = up_bias.to(tl.float32)[:, None]
-            sums = gate(sums, settle(ups, size, up_bias, PARTS > 0, BIAS), ACTIVATION)
-    tl.store(out_pointer + at, sums.to(dtype), mask=mask)
+        part = program * (BLOCK_N // SQUARES) + tl.arange(0, BLOCK_N // SQUARES)
+    finish(
+        sums, ups, row, column, row, part, bias_pointer, out_pointer, squares_pointer, norm_pointer,
+        scaled_pointer, rows, outputs, epsilon, PARTS, BLOCK_PARTS, K, BIAS, GATED, ACTIVATION,
+        ADDS, SQUARES, BLOCK_M, BLOCK_N,
+    )  # fmt: skip

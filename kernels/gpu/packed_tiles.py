@@ -82,7 +82,7 @@ def _decode(
         tile = _pairs(words, scales, BITS, EXACT, dtype, BLOCK_N, BLOCK_K)
         pointer = pairs_pointer
     else:
-        tile = _numbers(words, scales, BITS, EXACT, dtype, BLOCK_N, BLOCK_K)
+        tile = numbers(words, scales, BITS, EXACT, dtype, BLOCK_N, BLOCK_K)
         pointer = out_pointer
     if EVEN:
         tl.store(pointer + at, tile)
@@ -100,7 +100,7 @@ def _pairs(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """As _numbers, but two weights of 16 bits as one number of 32: [BLOCK_N, BLOCK_K / 2]."""
+    """As numbers, but two weights of 16 bits as one number of 32: [BLOCK_N, BLOCK_K / 2]."""
     if BITS == 8:
         less, wide = _less_and_scale(scales, BITS, dtype)
         found = tl.inline_asm_elementwise(
@@ -156,7 +156,7 @@ def packed_tile(
         words_pointer, scales_pointer, start, first, outputs,
         K, BITS, GROUP, BLOCK_N, BLOCK_K, EVEN, GATED,
     )  # fmt: skip
-    return _numbers(words, scales, BITS, EXACT, dtype, BLOCK_N, BLOCK_K)
+    return numbers(words, scales, BITS, EXACT, dtype, BLOCK_N, BLOCK_K)
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def _loaded(
 
 
 @triton.jit
-def _numbers(
+def numbers(
     words,
     scales,
     BITS: tl.constexpr,
@@ -255,6 +255,19 @@ def _less_and_scale(scales, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _exact_pairs(scales):
+    """As _less_and_scale, of 4 bits and bfloat16, each twice in a word: an instruction each."""
+    less = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0x43434343, 0x4040;",
+        "=r,r", [scales], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    high = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x3232;", "=r,r", [scales], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return less, high
+
+
+@triton.jit
 def _twice(number):
     """The bits of a number of 16 bits, twice in a word."""
     bits = number.to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -288,15 +301,17 @@ def _eight_bits(words, scales, dtype: tl.constexpr):
 def _four_bits(words, scales, EXACT: tl.constexpr, dtype: tl.constexpr):
     """Eight tensors: weights, or their bits."""
     if COMPILED and dtype != tl.float32:
-        less, wide = _less_and_scale(scales, 4, dtype)
-        high = wide.to(dtype)
-        rest = less  # is not read
-        if not EXACT:
-            rest = _twice((wide - high.to(tl.float32)).to(dtype))
+        if EXACT and dtype == tl.bfloat16:
+            less, high = _exact_pairs(scales[:, None, :, None])
+            rest = less  # is not read
+        else:
+            less, wide = _less_and_scale(scales, 4, dtype)
+            rest = _twice((wide - wide.to(dtype).to(tl.float32)).to(dtype))
+            high = _twice(wide.to(dtype))
         found = tl.inline_asm_elementwise(
             FOUR_BITS_F16 if dtype == tl.float16 else (FOUR_BITS if EXACT else FOUR_BITS_AND_REST),
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r",
-            [words, less, _twice(high), rest],
+            [words, less, high, rest],
             dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16,
                    tl.uint16, tl.uint16, tl.uint16, tl.uint16),
             is_pure=True,

@@ -33,13 +33,13 @@ def can_prefetch(device: torch.device) -> bool:
 
 
 @triton.jit
-def prefetch(pointer, piece, THREADS: tl.constexpr):
-    """Has a piece of memory loaded for each of the THREADS threads of each program."""
-    thread = tl.program_id(0).to(tl.int64) * THREADS + tl.arange(0, THREADS)
+def prefetch(pointer, piece, thread):
+    """Has a piece of memory loaded for each thread of each program; `thread`: their numbers."""
+    number = tl.program_id(0).to(tl.int64) * thread.shape[0] + thread
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
         "=r,l,r",
-        [pointer.to(tl.int64) + thread * piece, tl.zeros([THREADS], dtype=tl.int32) + piece],
+        [pointer.to(tl.int64) + number * piece, thread * 0 + piece],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

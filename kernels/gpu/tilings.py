@@ -32,6 +32,9 @@ class LinearTiling:
     rows: int = MOST_ROWS  # of a program, at most
 
 
+MULTIPROCESSORS = 132
+"""Of an H200, for which tilings were measured."""
+
 STAGE_BYTES = 224 << 10
 """Of a multiprocessor's shared memory, for what a program loads ahead."""
 
@@ -73,6 +76,21 @@ def packed_tiling_for(outputs: int, rows: int, gated: bool) -> LinearTiling:
     if rows <= 128 or outputs <= 4096:
         return LinearTiling(64, 128, 4, 4, 64)
     return LinearTiling(64, 128, 4, 3, PACKED_TILE_ROWS)
+
+
+def hopper_tiling_for(programs: int, rows: int, depth: int) -> LinearTiling | None:
+    """Of packed weights that are decoded while others are multiplied; None where programs that
+    share a multiprocessor, each idle at times, are as fast. Where half of the chip would be idle,
+    two programs decode the same weights for half of the rows each."""
+    share = triton.next_power_of_2(rows)
+    if 2 * programs <= MULTIPROCESSORS:
+        share //= 2
+    share = max(8, share)
+    if share > (16 if programs > MULTIPROCESSORS else PACKED_TILE_ROWS):
+        return None
+    if programs <= MULTIPROCESSORS and share <= MOST_ROWS and depth % 512 == 0:
+        return LinearTiling(64, 256, 4, 4, share)
+    return LinearTiling(64, 128, 4, 6 if share <= 64 else 4, share)
 
 
 def row_block(tiling: LinearTiling, rows: int) -> int:

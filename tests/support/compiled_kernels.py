@@ -34,7 +34,7 @@ from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.step import Plan
 from baton.engine.weights import load_model
-from baton.kernels.gpu import hopper_chunks, hopper_latents, long_attention
+from baton.kernels.gpu import hopper_chunks, hopper_latents, long_attention, packed_rows
 from baton.kernels.gpu.chunk_attention import merge_attended
 from baton.kernels.gpu.compile import compiling
 from baton.kernels.gpu.experts import sum_parts
@@ -92,6 +92,7 @@ def pretend_to_be_hopper() -> None:
     for module in (hopper_chunks, hopper_latents):
         module.copies_pages = lambda kv_layer: kv_layer.dtype in long_attention.ELEMENTS
     hopper_chunks._chip_programs = lambda device: 132
+    packed_rows._hopper = lambda device: True
     long_attention.supports = lambda head_dim, dtype, device: head_dim in hopper_chunks.ROOMS
 
 
