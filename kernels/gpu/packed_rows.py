@@ -41,14 +41,16 @@ EIGHT = gl.constexpr(8)
 
 
 def tiling_for(x: Tensor, outputs: int, *, gated: bool) -> LinearTiling | None:
-    """None if the product is not of whole tiles and an even number of turns, the chip lacks these
-    instructions, or others are as fast."""
+    """None if the product is not of whole tiles and an even number of turns, or of fewer turns than
+    are loaded ahead (loads that never happen do not compile), the chip lacks these instructions,
+    or others are as fast."""
     if not COMPILED.value or x.dtype == torch.float32:
         return None
     columns = TILE // 2 if gated else TILE
     if outputs % columns or x.shape[1] % (2 * LEAST_DEPTH) or not _hopper(x.device):
         return None
-    return hopper_tiling_for(outputs // columns, *x.shape)
+    found = hopper_tiling_for(outputs // columns, *x.shape)
+    return found if found and x.shape[1] >= found.stages * found.depth else None
 
 
 def multiply(
