@@ -34,7 +34,13 @@ from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.step import Plan
 from baton.engine.weights import load_model
-from baton.kernels.gpu import hopper_chunks, hopper_latents, long_attention, packed_rows
+from baton.kernels.gpu import (
+    hopper_chunks,
+    hopper_latents,
+    long_attention,
+    packed_rows,
+    prefetch,
+)
 from baton.kernels.gpu.chunk_attention import merge_attended
 from baton.kernels.gpu.compile import compiling
 from baton.kernels.gpu.experts import sum_parts
@@ -48,7 +54,7 @@ SHORT_LATENTS = LATENTS | {"kv_lora_rank": 256}
 CASES: tuple[tuple[dict[str, object], WeightQuantization, KvDtype, Numerics], ...] = (
     (SHAPE, "none", "auto", Numerics.INVARIANT),
     (SHAPE, "fp8", "int8", Numerics.INVARIANT),
-    (SHAPE, "int4", "int4", Numerics.INVARIANT),
+    (SHAPE | {"hidden_size": 768}, "int4", "int4", Numerics.INVARIANT),
     (EXPERTS, "none", "auto", Numerics.INVARIANT),
     (SINKS, "none", "auto", Numerics.INVARIANT),
     (LATENTS, "none", "auto", Numerics.INVARIANT),
@@ -93,6 +99,7 @@ def pretend_to_be_hopper() -> None:
         module.copies_pages = lambda kv_layer: kv_layer.dtype in long_attention.ELEMENTS
     hopper_chunks._chip_programs = lambda device: 132
     packed_rows._hopper = lambda device: True
+    prefetch.can_prefetch = lambda device: True
     long_attention.supports = lambda head_dim, dtype, device: head_dim in hopper_chunks.ROOMS
 
 
