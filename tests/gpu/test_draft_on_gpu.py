@@ -167,7 +167,7 @@ async def test_a_cluster_answers_as_transformers_while_roles_are_switched(tmp_pa
     ) as cluster:
         async with AsyncClient(cluster.address) as client:
             for role in ("decode", "prefill", "decode"):
-                loads = [client.generate(each, max_tokens=40, timeout=60) for each in prompts * 3]
+                loads = [client.generate(each, max_tokens=40, timeout=200) for each in prompts * 3]
                 _, *answers = await asyncio.gather(client.switch_role("prefill-1", role), *loads)
                 assert [list(each.token_ids) for each in answers] == expected * 3
         cluster.wait_idle()
