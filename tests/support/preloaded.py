@@ -15,6 +15,7 @@ import torch
 from baton.router.edges.http import openapi
 
 MODULES = (
+    "baton.cli.app",
     "baton.decode_worker.decode_phase",
     "baton.kernels.cpu.paged_attention",
     "baton.kernels.cpu.panels",
@@ -25,7 +26,12 @@ MODULES = (
     "baton.router.server",
     "baton.worker.standalone",
     "baton.worker.worker_server",
+    "filelock",
+    "httpcore2",
+    "httpx2",
     "nixl",
+    "pydantic",
+    "tqdm.auto",
     "uvicorn.protocols.http.h11_impl",
     "uvloop",
 )

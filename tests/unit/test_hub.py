@@ -1,4 +1,4 @@
-"""Models of a hub: a hub of our own, the real client, and commands as users run them."""
+"""Models of a hub: a hub of our own, the real client, and commands in processes of their own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import BATON, Terminal
+from forked_calls import ForkedCall, run_baton
 from gguf_files import write_gguf, write_parts
 from text_model import save_text_model
 from tiny_hub import TOKEN, TinyHub
@@ -46,32 +47,28 @@ class Command:
         self._hub = hub
         self._home = home
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*BATON, *arguments],
-            env={
-                **self._hub.environment(self._home),
-                "XDG_CACHE_HOME": str(self._home),
-                **variables,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, *arguments: str, **variables: str) -> ForkedCall:
+        home = {"XDG_CACHE_HOME": str(self._home)}
+        environment = {**self._hub.environment(self._home), **home, **variables}
+        return ForkedCall(run_baton, *arguments, environment=environment)
 
     def pull(self, name: str, **variables: str) -> Path:
-        out, error = self.start("model", "pull", name, **variables).communicate(timeout=120)
-        assert error == ""
-        return Path(out.strip())
+        ended = self.start("model", "pull", name, **variables).wait()
+        assert ended.error == ""
+        return Path(ended.out.strip())
+
+    def resolve(self, name: str) -> dict[str, str]:
+        """What a pull says in JSON."""
+        found: dict[str, str] = json.loads(self.start("model", "pull", name, "--json").wait().out)
+        return found
 
     def find(self, name: str) -> Path:
-        return Path(self.start("model", "path", name).communicate(timeout=120)[0].strip())
+        return Path(self.start("model", "path", name).wait().out.strip())
 
     def fail(self, name: str, *, command: str = "pull", **variables: str) -> str:
         """The one line of a pull that fails."""
-        process = self.start("model", command, name, **variables)
-        out, error = process.communicate(timeout=120)
-        assert (process.returncode, out) == (1, "")
+        code, out, error = self.start("model", command, name, **variables).wait()
+        assert (code, out) == (1, "")
         assert error.startswith("baton: ")
         assert error.count("\n") == 1
         return error.removeprefix("baton: ").rstrip()
@@ -135,8 +132,7 @@ def test_a_resolved_name_is_the_same_model_when_the_branch_has_moved(
     hub: TinyHub, command: Command, files: dict[str, bytes], tmp_path: Path
 ) -> None:
     first = hub.push(NAME, files)
-    process = command.start("model", "pull", NAME, "--json")
-    resolved = json.loads(process.communicate(timeout=120)[0])["model"]
+    resolved = command.resolve(NAME)["model"]
     assert resolved == f"{NAME}@{first}"
     assert hub.push(NAME, files | {"config.json": b"{}"}) != first
     elsewhere = Command(hub, tmp_path / "another machine's home")
@@ -161,7 +157,7 @@ def test_processes_of_a_machine_share_one_download(
 ) -> None:
     hub.push(NAME, files)
     processes = [command.start("model", "pull", NAME) for _ in range(4)]
-    folders = {process.communicate(timeout=120)[0] for process in processes}
+    folders = {process.wait().out for process in processes}
     assert len(folders) == 1
     assert set(hub.downloads().values()) == {1}
 
@@ -276,8 +272,7 @@ def test_the_parts_of_a_gguf_file_are_downloaded_together_and_as_one_commit(
     hub: TinyHub, command: Command, gguf_files: dict[str, bytes]
 ) -> None:
     commit = hub.push(NAME, gguf_files)
-    process = command.start("model", "pull", f"{NAME}:Q4_K_M", "--json")
-    found = json.loads(process.communicate(timeout=120)[0])
+    found = command.resolve(f"{NAME}:Q4_K_M")
     assert found["model"] == f"{NAME}@{commit}:Tiny-Q4_K_M-00001-of-00002.gguf"
     assert len(list(Path(found["folder"]).glob("model-*.gguf"))) == 2
     hub.down = True

@@ -4,12 +4,11 @@ reads its environment once."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_calls import ForkedCall, find_adapters
 from tiny_hub import TOKEN, TinyHub
 
 from baton.core.adapter_store import check_location, find_adapter
@@ -23,17 +22,6 @@ FILES = {
     "adapter_model.bin": b"never to be downloaded",
     "tokenizer.json": b"never to be downloaded",
 }
-FIND = """
-import json, sys
-from baton.core.adapter_store import find_adapter
-from baton.core.errors import BatonError
-for place in sys.argv[1:]:
-    try:
-        adapter = find_adapter(place)
-        print(json.dumps([adapter.folder, adapter.digest.hex()]))
-    except BatonError as error:
-        print(json.dumps([type(error).__name__, error.message]))
-"""
 
 
 @pytest.fixture
@@ -45,10 +33,11 @@ def hub() -> Iterator[TinyHub]:
 
 def find(hub: TinyHub, home: Path, *places: str, **variables: str) -> list[tuple[str, str]]:
     """Place and digest of each, or error and message."""
-    environment = {**hub.environment(home), **variables}
-    command = [sys.executable, "-c", FIND, *places]
-    out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return [tuple(json.loads(line)) for line in out.stdout.splitlines()]
+    ended = ForkedCall(
+        find_adapters, *places, environment={**hub.environment(home), **variables}
+    ).wait()
+    assert ended.code == 0, ended.error
+    return [tuple(json.loads(line)) for line in ended.out.splitlines()]
 
 
 def test_an_adapter_is_resolved_to_a_commit_and_only_its_files_are_downloaded(
