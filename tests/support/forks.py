@@ -5,6 +5,7 @@ Importing takes two seconds a process, most of a small cluster's start, so most 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -14,10 +15,12 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preloaded"])
 _starting = threading.Lock()
+RANK = "baton.worker.rank_process"
 
 
 class Started:
@@ -45,7 +48,7 @@ class Started:
 
 
 class Forked:
-    """The same as `python -m …`, on one core."""
+    """The same as `python -m …`."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
         settings = (arguments, log, dict(os.environ))
@@ -83,5 +86,31 @@ def _run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
         os.dup2(output.fileno(), 2)
     os.environ.clear()
     os.environ.update(environment)
+    subprocess.Popen = ForkedRank  # type: ignore[misc]
+    _become(arguments)
+
+
+def _become(arguments: list[str]) -> None:
     sys.argv = arguments
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+class ForkedRank(subprocess.Popen[bytes]):
+    """A rank forked from its worker, which has one thread beside the caller's at that time; any
+    other command as ever."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        command, kept = arguments[0], sorted(arguments[4])
+        if RANK not in command:
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
+        self.pid = os.fork()
+        self._child_created = True
+        if not self.pid:
+            gc.freeze()  # objects of the other threads must not close files that are opened here
+            for before, after in zip([2, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
+                os.closerange(before + 1, after)
+            try:
+                _become(command[2:])
+            finally:
+                os._exit(1)

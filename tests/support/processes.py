@@ -33,7 +33,7 @@ class Process:
     def __init__(
         self, workspace: Path, name: str, arguments: list[str], before: Sequence[str] | None = None
     ) -> None:
-        """`before` is a command prefix such as nsenter; None allows a fork, which uses one core."""
+        """`before` is a command prefix such as nsenter; None allows a fork."""
         self.name = name
         self._log = workspace / f"{name}.log"
         self._log.write_text("")
@@ -165,13 +165,9 @@ class ProcessCluster:
         ports = ["--port", str(port), "--metrics-port", "0"]
         if model := self._model_of.get(name):
             ports += ["--model", model]
-        worker = Process(self.folder, name, [*arguments, *ports], self._how(role, name))
+        worker = Process(self.folder, name, [*arguments, *ports], self._before.get(name))
         self.workers[name] = worker
         return worker
-
-    def _how(self, role: Role, name: str) -> Sequence[str] | None:
-        on_one_core = self._section(role.value).get("threads") == 1
-        return self._before.get(name, None if on_one_core else ())
 
     def restart(self, name: str) -> None:
         """Starts an ended worker again at its address, as Ray does."""
