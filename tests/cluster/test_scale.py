@@ -1,5 +1,5 @@
-"""Pools that change while they serve, from one start to its Ctrl-C: each test goes on where the
-one before it has ended."""
+"""Pools that change while they serve a hub's model, from one start to its Ctrl-C: each test goes on
+where the one before it has ended."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import yaml
 from serving import MODEST, START_SECONDS, Serve
-from tiny_models import TINY_MODELS, save
+from tiny_hub import TinyHub
+from tiny_models import TINY_MODELS, generate_with_transformers, save
 
 from baton import Answer, InvalidRequest, RoleRefused, Unavailable
 from baton.v1.worker_pb2 import ROLE_PREFILL
 
+NAME = "org/tiny"
 PROMPTS = [[1, 2, 3], [7] * 40, [5, 4] * 30]
 TOKENS = 100
 DECODE = ["decode-0", "decode-1"]
@@ -29,15 +32,41 @@ PAUSE_SECONDS = 0.3
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
+def hub() -> Iterator[TinyHub]:
+    made = TinyHub()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, hub: TinyHub) -> list[int]:
+    """What transformers answers to the first prompt, by the model's defaults."""
+    oracle = save(TINY_MODELS["llama"], model)
+    plain = generate_with_transformers(oracle, PROMPTS[0], TOKENS)
+    oracle.generation_config.repetition_penalty = 1.8
+    oracle.generation_config.save_pretrained(model)
+    hub.push(NAME, model)
+    answer = generate_with_transformers(oracle, PROMPTS[0], TOKENS)
+    assert answer != plain
+    return answer
+
+
+@pytest.fixture(scope="module")
+def serve(
+    hub: TinyHub, expected: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serve]:
+    folder = tmp_path_factory.mktemp("serve")
     # The planner is there, and keeps its hands off.
     config = folder / "planner.yaml"
     planner = {"enabled": True, "act": False, "round_seconds": 0.5}
     config.write_text(yaml.safe_dump({"planner": planner, **MODEST}))
-    flags = ["--config", str(config), "--model", str(folder), "--kv-memory", "4MiB"]
-    with Serve(tmp_path_factory.mktemp("serve"), *flags) as cluster:
+    flags = ["--config", str(config), "--model", NAME, "--kv-memory", "4MiB", "--dtype", "float32"]
+    with Serve(folder, *flags, environment=hub.environment(folder / "home")) as cluster:
         yield cluster.ready()
 
 
@@ -101,6 +130,37 @@ def check(load: Load, unscaled: list[list[int]]) -> None:
     assert len(load.answers) >= len(PROMPTS)
     for index, found in load.answers:
         assert found.token_ids == unscaled[index]
+
+
+def test_a_hubs_model_is_resolved_and_downloaded_once(
+    serve: Serve, hub: TinyHub, model: Path, unscaled: list[list[int]], expected: list[int]
+) -> None:
+    """Also its defaults. Whoever starts from here on finds another commit at the hub."""
+    assert f"Baton serves {NAME}." in serve.stdout
+    assert "runs through transformers" not in serve.stdout
+    assert "repetition_penalty" in serve.stdout
+    assert list(unscaled[0]) == expected
+    assert hub.requests.count(f"GET /api/models/{NAME}") == 1
+    assert set(hub.downloads().values()) == {1}
+    save(TINY_MODELS["llama"], model, seed=1)
+    hub.push(NAME, model)
+
+
+def test_a_terminated_decode_worker_drains_and_comes_back_with_the_same_commit(
+    serve: Serve, unscaled: list[list[int]]
+) -> None:
+    """Nothing is retried: the answer ends before the worker does."""
+    before = serve.worker("decode-0")
+    with serve.client() as client:
+        stream = client.stream(PROMPTS[0], max_tokens=200, ignore_eos=True)
+        next(iter(stream))
+        os.kill(before, signal.SIGTERM)
+        whole = stream.read()
+    assert (whole.usage.completion_tokens, len(whole.placements)) == (200, 1)
+    serve.wait_for("decode-0 +ready", 2)
+    serve.wait_whole()
+    assert serve.worker("decode-0") != before
+    assert [answer(serve, prompt).token_ids for prompt in PROMPTS] == unscaled
 
 
 def test_pools_grow_under_load(serve: Serve, unscaled: list[list[int]]) -> None:
@@ -209,7 +269,9 @@ def test_the_planner_says_what_it_sees(serve: Serve) -> None:
     assert "now" in told[1]
 
 
-def test_a_worker_that_was_killed_has_kept_its_role(serve: Serve) -> None:
+def test_a_worker_that_was_killed_comes_back_in_its_role(
+    serve: Serve, unscaled: list[list[int]]
+) -> None:
     serve.ask("role", "decode-1", "prefill")
     serve.wait_pools(3, 1)
     starts = len(re.findall("decode-1 +ready", serve.stdout))
@@ -217,6 +279,7 @@ def test_a_worker_that_was_killed_has_kept_its_role(serve: Serve) -> None:
     serve.wait_for("decode-1 +ready", starts + 1)
     workers = {worker.member.worker_id: worker.member.role for worker in serve.wait_whole(4)}
     assert workers["decode-1"] == ROLE_PREFILL
+    assert answer(serve, PROMPTS[0]).token_ids == unscaled[0]
     serve.ask("role", "decode-1", "decode")
     serve.wait_pools(2, 2)
 
