@@ -22,7 +22,6 @@ from tiny_models import TINY_MODELS, save
 from baton import Client
 from baton.cluster.preflight import check_ray, free_port
 from baton.core.errors import InvalidConfig
-from baton.core.model_store import embedded_folder
 
 # As a user would say it; the token is otherwise one file for all of a user's clusters.
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
@@ -37,9 +36,13 @@ class RayHead(Command):
         options = ["--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
         options.append('--resources={"read": 1, "write": 1}')
         ports = [f"--port={self.address.rpartition(':')[2]}", "--dashboard-agent-listen-port=0"]
-        folder = ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={workspace}"]
+        # Nothing here adds nodes or collects logs.
+        without = ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
+        folder = ["--disable-usage-stats", f"--temp-dir={workspace}"]
         super().__init__(
-            workspace, [ray, "start", *options, *ports, *folder], {**(environment or {}), **TOKEN}
+            workspace,
+            [ray, "start", *options, *ports, *without, *folder],
+            {**(environment or {}), **TOKEN},
         )
 
     def actors(self) -> list[str]:
@@ -229,15 +232,20 @@ def test_a_cluster_whose_command_is_killed_leaves_a_shared_ray(
     assert head.runs()
 
 
-def test_what_only_a_worker_can_find_is_told_in_one_line(head: RayHead, tmp_path: Path) -> None:
+def test_what_only_a_worker_can_find_is_told_in_one_line(
+    head: RayHead, tiny: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "weightless"
     model.mkdir()
-    shutil.copy(embedded_folder() / "config.json", model)
-    flags = ["--ray-address", head.address, "--insecure", "--model", str(model)]
-    with Serve(tmp_path, *flags, environment=TOKEN) as cluster:
+    shutil.copy(tiny / "config.json", model)
+    # One worker finds it; the other never has a process.
+    config = tmp_path / "one.yaml"
+    config.write_text(yaml.safe_dump({"decode": {"resources": {"elsewhere": 1}}}))
+    flags = ["--config", str(config), "--ray-address", head.address, "--insecure"]
+    with Serve(tmp_path, *flags, "--model", str(model), environment=TOKEN) as cluster:
         assert cluster.wait() == 1
     (line,) = cluster.stderr.splitlines()
-    assert re.fullmatch(r"baton: \S+-0 cannot start: .*weightless.*", line)
+    assert re.fullmatch(r"baton: prefill-0 cannot start: .*weightless.*", line)
     head.wait_without_actors()
 
 
