@@ -1,6 +1,9 @@
-"""Log probabilities through the whole path, on the embedded model: transformers' own."""
+"""Log probabilities through the whole path, on the embedded model's first layers: transformers'
+own."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import openai
 import pytest
@@ -8,16 +11,14 @@ import torch
 from processes import ProcessCluster
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from baton.core.model_store import embedded_folder
-
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "shallow"
 PROMPT = "The capital of France is"
 TOP = 5
 
 
 @pytest.fixture(scope="module")
-def oracle() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32)
+def oracle(shallow: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(shallow, dtype=torch.float32)
 
 
 def expected(oracle: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
@@ -27,9 +28,9 @@ def expected(oracle: PreTrainedModel, prompt: list[int], answer: list[int]) -> t
 
 
 def test_greedy_probabilities_equal_transformers(
-    idle: ProcessCluster, oracle: PreTrainedModel
+    shallow_idle: ProcessCluster, oracle: PreTrainedModel
 ) -> None:
-    with idle.client() as client:
+    with shallow_idle.client() as client:
         prompt = list(client.tokenize(PROMPT).token_ids)
         answer = client.generate(PROMPT, max_tokens=24, logprobs=TOP)
     tokens = list(answer.token_ids)
@@ -46,12 +47,12 @@ def test_greedy_probabilities_equal_transformers(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_is_echoed_with_transformers_probabilities(
-    idle: ProcessCluster, oracle: PreTrainedModel, stream: bool
+    shallow_idle: ProcessCluster, oracle: PreTrainedModel, stream: bool
 ) -> None:
-    with idle.client() as client:
+    with shallow_idle.client() as client:
         tokens = list(client.tokenize(PROMPT).token_ids)
     body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 2, "temperature": 0}
-    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none") as sdk:
+    with openai.OpenAI(base_url=f"http://{shallow_idle.http}/v1", api_key="none") as sdk:
         asked = sdk.completions.create(model=MODEL, stream=stream, **body)  # type: ignore[call-overload]
         choices = [each.choices[0] for each in asked] if stream else [asked.choices[0]]
     text = "".join(each.text for each in choices)
@@ -70,9 +71,9 @@ def test_a_prompt_is_echoed_with_transformers_probabilities(
 
 
 def test_a_prompt_has_its_probabilities_wherever_it_is_read_and_whatever_is_cached(
-    idle: ProcessCluster,
+    shallow_idle: ProcessCluster,
 ) -> None:
-    with idle.client() as client:
+    with shallow_idle.client() as client:
         for _ in range(2):
             answer = client.generate(PROMPT * 8, max_tokens=1, prompt_logprobs=3)
             tokens = client.tokenize(PROMPT * 8).token_ids
@@ -80,8 +81,10 @@ def test_a_prompt_has_its_probabilities_wherever_it_is_read_and_whatever_is_cach
             assert answer.usage.cached_tokens == 0
 
 
-def test_the_sdk_reads_them_whole_and_streamed_for_every_answer(idle: ProcessCluster) -> None:
-    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none") as sdk:
+def test_the_sdk_reads_them_whole_and_streamed_for_every_answer(
+    shallow_idle: ProcessCluster,
+) -> None:
+    with openai.OpenAI(base_url=f"http://{shallow_idle.http}/v1", api_key="none") as sdk:
         options = {"model": MODEL, "n": 2, "seed": 3, "max_tokens": 6, "logprobs": True}
         messages = [{"role": "user", "content": "Name a colour."}]
         whole = sdk.chat.completions.create(messages=messages, top_logprobs=2, **options)  # type: ignore[call-overload]

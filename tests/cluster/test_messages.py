@@ -35,7 +35,7 @@ def test_a_message_is_answered_as_a_chat_is(http: httpx.Client) -> None:
 
 def test_a_billing_header_that_changes_leaves_the_prefix_cached(http: httpx.Client) -> None:
     """Another prompt than other tests have, twice."""
-    rules = f"Answer briefly. {uuid.uuid4()} " + "Never say more than you know. " * 20
+    rules = f"Answer briefly. {uuid.uuid4()} " + "Never say more than you know. " * 8
     usages = []
     for call in range(2):
         bill = {"type": "text", "text": f"x-anthropic-billing-header: cch={call};"}

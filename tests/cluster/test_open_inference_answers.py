@@ -7,7 +7,6 @@ import json
 import grpc
 from processes import ProcessCluster
 
-from baton.core.model_store import EMBEDDED_NAME
 from baton.v1 import open_inference_pb2 as oip
 from baton.v1.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -15,7 +14,7 @@ PROMPT = "The capital of France is"
 
 
 def request(*, stream: bool) -> oip.ModelInferRequest:
-    asked = oip.ModelInferRequest(model_name=EMBEDDED_NAME)
+    asked = oip.ModelInferRequest(model_name="shallow")
     sampling = json.dumps({"temperature": "0", "max_tokens": 12})
     for name, value in (("text_input", PROMPT), ("sampling_parameters", sampling)):
         tensor = asked.inputs.add(name=name, datatype="BYTES", shape=[1])
@@ -29,10 +28,10 @@ def text(response: oip.ModelInferResponse) -> str:
     return response.outputs[0].contents.bytes_contents[0].decode()
 
 
-def test_answers_are_those_of_the_other_apis(idle: ProcessCluster) -> None:
-    with idle.client() as client:
+def test_answers_are_those_of_the_other_apis(shallow_idle: ProcessCluster) -> None:
+    with shallow_idle.client() as client:
         expected = client.generate(PROMPT, max_tokens=12, temperature=0.0).text
-    with grpc.insecure_channel(idle.address) as channel:
+    with grpc.insecure_channel(shallow_idle.address) as channel:
         stub = GRPCInferenceServiceStub(channel)
         assert stub.ServerReady(oip.ServerReadyRequest()).ready
         assert text(stub.ModelInfer(request(stream=False))) == PROMPT + expected
@@ -43,11 +42,11 @@ def test_answers_are_those_of_the_other_apis(idle: ProcessCluster) -> None:
     assert len(found) > 3
 
 
-def test_a_stream_that_is_cut_off_leaves_nothing_behind(idle: ProcessCluster) -> None:
+def test_a_stream_that_is_cut_off_leaves_nothing_behind(shallow_idle: ProcessCluster) -> None:
     asked = request(stream=True)
     asked.inputs[1].contents.bytes_contents[0] = b'{"ignore_eos": true}'
-    with grpc.insecure_channel(idle.address) as channel:
+    with grpc.insecure_channel(shallow_idle.address) as channel:
         stream = GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([asked]))
         assert text(next(stream).infer_response)
         stream.cancel()
-    # `idle` waits until the workers have nothing left.
+    # `shallow_idle` waits until the workers have nothing left.

@@ -1,4 +1,5 @@
-"""Answers from the response cache, on the embedded model: two routers that share a real Redis."""
+"""Answers from the response cache, on the embedded model's first layers: two routers that share a
+real Redis."""
 
 from __future__ import annotations
 
@@ -37,16 +38,17 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def routers(
-    embedded: ProcessCluster, tmp_path_factory: pytest.TempPathFactory
+    shallow: Path, shallow_pair: ProcessCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[list[httpx.AsyncClient]]:
     folder: Path = tmp_path_factory.mktemp("redis")
     with RedisServer(folder) as redis, pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_store, "LOOKUP_SECONDS", 5.0)  # a busy machine is no failure
         async with AsyncExitStack() as stack:
             clients = []
-            tree: dict[str, object] = {"cache": {"responses": "exact", "redis": redis.url}}
+            cache = {"responses": "exact", "redis": redis.url}
+            tree: dict[str, object] = {"model": str(shallow), "cache": cache}
             for _ in range(2):
-                server = await stack.enter_async_context(attached_router(embedded, tree))
+                server = await stack.enter_async_context(attached_router(shallow_pair, tree))
                 url = f"http://{server.http_address}"
                 client = httpx.AsyncClient(base_url=url, timeout=120)
                 clients.append(await stack.enter_async_context(client))
@@ -63,7 +65,7 @@ def essence(answer: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, {"messages": QUESTION, "temperature": 0}),
+        (CHAT, {"messages": QUESTION, "temperature": 0, "max_tokens": 12}),
         (CHAT, {"messages": QUESTION, "logprobs": True, "top_logprobs": 2, **SAMPLED}),
         (CHAT, {"messages": QUESTION, "n": 3, **SAMPLED}),
         (CHAT, CALL),

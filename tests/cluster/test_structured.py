@@ -1,4 +1,4 @@
-"""Structured answers as users ask for them, on the embedded model."""
+"""Structured answers as users ask for them, on the embedded model and on its first layers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from processes import ProcessCluster
 from pydantic import BaseModel, Field
 
 import baton
+from baton.core.model_store import EMBEDDED_NAME
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "shallow"
 
 
 class City(BaseModel):
@@ -25,8 +26,17 @@ class City(BaseModel):
 
 
 @pytest.fixture
-def sdk(idle: ProcessCluster) -> Iterator[openai.OpenAI]:
+def embedded_sdk(idle: ProcessCluster) -> Iterator[openai.OpenAI]:
+    """Of the whole model, which ends an object by itself."""
     with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def sdk(shallow_idle: ProcessCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"http://{shallow_idle.http}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -50,9 +60,9 @@ def test_the_sdk_parses_answers_into_a_model_of_its_own(
         assert choice.finish_reason == "stop"
 
 
-def test_a_streamed_object_is_json_to_its_end(sdk: openai.OpenAI) -> None:
-    chunks = sdk.chat.completions.create(
-        model=MODEL,
+def test_a_streamed_object_is_json_to_its_end(embedded_sdk: openai.OpenAI) -> None:
+    chunks = embedded_sdk.chat.completions.create(
+        model=EMBEDDED_NAME,
         messages=ASKED,  # type: ignore[arg-type]
         response_format={"type": "json_object"},
         temperature=0,
@@ -69,24 +79,24 @@ def test_a_streamed_object_is_json_to_its_end(sdk: openai.OpenAI) -> None:
 
 
 def test_regular_expressions_and_grammars_are_fields_of_their_own(
-    sdk: openai.OpenAI, idle: ProcessCluster
+    sdk: openai.OpenAI, shallow_idle: ProcessCluster
 ) -> None:
     body = {"regex": r"(yes|no)\.", "logprobs": 1}
     answer = sdk.completions.create(model=MODEL, prompt="Is it so?", extra_body=body)
     assert answer.choices[0].text in ("yes.", "no.")
-    with idle.client() as client:
+    with shallow_idle.client() as client:
         lark = 'start: "Paris" | "London"'
         assert client.generate("A city:", grammar=lark).text in ("Paris", "London")
         told = client.generate("A date:", json_schema={"type": "string", "format": "date"}).text
         assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', told)
 
 
-def test_a_bad_structure_is_named(sdk: openai.OpenAI, idle: ProcessCluster) -> None:
+def test_a_bad_structure_is_named(sdk: openai.OpenAI, shallow_idle: ProcessCluster) -> None:
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
     with pytest.raises(openai.BadRequestError, match="strin") as refused:
         sdk.chat.completions.create(model=MODEL, messages=ASKED, response_format=bad)  # type: ignore[call-overload]
     assert (refused.value.param, refused.value.code) == ("response_format", "invalid_grammar")
-    with idle.client() as client:
+    with shallow_idle.client() as client:
         with pytest.raises(baton.InvalidGrammar, match="unclosed"):
             client.generate("x", regex="(")
         with pytest.raises(baton.InvalidGrammar, match="no-such"):

@@ -12,7 +12,7 @@ import baton
 from baton.cli.app import app
 from baton.v1 import timing_pb2 as pb
 
-PROMPT = "Tell me about rivers, mountains and the sea. " * 40
+PROMPT = "Tell me about rivers, mountains and the sea. " * 20
 
 
 def sums(answer: pb.AnswerTiming) -> tuple[float, float]:

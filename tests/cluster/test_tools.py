@@ -1,4 +1,5 @@
-"""Tools as users offer them, on the embedded model, which would not call any by itself."""
+"""Tools as users offer them, on the embedded model's first layers, which would call none by
+themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from processes import ProcessCluster
 
 from baton import FinishReason, Message, Tool
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "shallow"
 ASKED = [{"role": "user", "content": "What is the weather in Paris?"}]
 DAYS = {
     "type": "object",
@@ -27,8 +28,10 @@ NEWS = {"type": "function", "function": {"name": "get_news"}}
 
 
 @pytest.fixture
-def sdk(idle: ProcessCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none", max_retries=0) as client:
+def sdk(shallow_idle: ProcessCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"http://{shallow_idle.http}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -96,9 +99,9 @@ def test_a_result_goes_back_and_the_model_may_say_what_it_likes(sdk: openai.Open
     assert answer.choices[0].message.tool_calls is None
 
 
-def test_grpc_has_them_too(idle: ProcessCluster) -> None:
+def test_grpc_has_them_too(shallow_idle: ProcessCluster) -> None:
     tool = Tool("get_weather", "Tells the weather.", json.dumps(DAYS))
-    with idle.client() as client:
+    with shallow_idle.client() as client:
         answer = client.chat(
             [Message("user", "Weather?")], tools=[tool], tool_choice="get_weather", max_tokens=90
         )

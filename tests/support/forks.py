@@ -6,6 +6,7 @@ Importing takes two seconds a process, most of a small cluster's start, so most 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -96,12 +97,12 @@ def _become(arguments: list[str]) -> None:
 
 
 class ForkedRank(subprocess.Popen[bytes]):
-    """A rank forked from its worker, which has one thread beside the caller's at that time; any
-    other command as ever."""
+    """A rank forked from its worker, which has one thread beside the caller's at that time. Any
+    other command is started as ever, and a rank where there are GPUs: they allow no forks."""
 
     def _execute_child(self, *arguments: Any) -> None:
         command, kept = arguments[0], sorted(arguments[4])
-        if RANK not in command:
+        if RANK not in command or importlib.import_module("torch").cuda.is_available():
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         self.pid = os.fork()

@@ -165,9 +165,13 @@ class ProcessCluster:
         ports = ["--port", str(port), "--metrics-port", "0"]
         if model := self._model_of.get(name):
             ports += ["--model", model]
-        worker = Process(self.folder, name, [*arguments, *ports], self._before.get(name))
+        worker = Process(self.folder, name, [*arguments, *ports], self._how(role, name))
         self.workers[name] = worker
         return worker
+
+    def _how(self, role: Role, name: str) -> Sequence[str] | None:
+        """Who leaves the number of threads to the worker wants it as a user starts it."""
+        return self._before.get(name, None if self._section(role.value).get("threads") else ())
 
     def restart(self, name: str) -> None:
         """Starts an ended worker again at its address, as Ray does."""
