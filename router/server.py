@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.core.config import Config, own_keys, served_configs
 from baton.core.errors import Internal
-from baton.core.metrics import serve_metrics
+from baton.core.metrics import end_metrics, serve_metrics
 from baton.core.model_store import model_name
 from baton.core.process import StopSignal, cancel_all
 from baton.core.tls import (
@@ -152,8 +152,7 @@ class RouterServer:
         calls = [self._server.stop(grace=0.0 if self._activity.active else GRACE_SECONDS)]
         if self._http:
             calls.append(self._http.stop(GRACE_SECONDS))
-        # It polls twice a second.
-        calls.append(asyncio.to_thread(self._metrics_server.shutdown))
+        calls.append(asyncio.to_thread(end_metrics, self._metrics_server))
         await asyncio.gather(*calls)
         await self._followed.close()
         if self._responses:
