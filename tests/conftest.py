@@ -9,6 +9,7 @@ import zlib
 from typing import Any
 
 import pytest
+from shared_certificates import share_certificates
 
 # Threads that wait for one another would spin, on cores that two processes share. OpenMP reads it
 # when torch loads it; the processes that tests start decide for themselves.
@@ -29,6 +30,8 @@ if not torch.cuda.is_available():
 
     speed_up()
 
+
+share_certificates()
 
 # One core for each of the processes that share the suite. Threads that wait for each other
 # stall when one of them does.
