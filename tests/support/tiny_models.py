@@ -6,7 +6,10 @@ through the vocabulary and every feature of a config moves them.
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -372,11 +375,20 @@ def build(model: TinyModel, seed: int = 0) -> PreTrainedModel:
     return built
 
 
+_SAVED: dict[str, tuple[PreTrainedModel, tempfile.TemporaryDirectory[str]]] = {}
+
+
 def save(model: TinyModel, folder: Path, seed: int = 0, shard_size: str = "5GB") -> PreTrainedModel:
-    """Writes the model's folder and returns the model."""
-    built = build(model, seed)
-    built.save_pretrained(folder, max_shard_size=shard_size)
-    return built
+    """Writes the model's folder and returns the model. A model is made once in a process; the
+    caller gets copies, to change as it likes."""
+    key = repr((model, seed, shard_size))
+    if key not in _SAVED:
+        built, kept = build(model, seed), tempfile.TemporaryDirectory()
+        built.save_pretrained(kept.name, max_shard_size=shard_size)
+        _SAVED[key] = built, kept
+    built, kept = _SAVED[key]
+    shutil.copytree(kept.name, folder, dirs_exist_ok=True)
+    return copy.deepcopy(built)
 
 
 def save_mxfp4(folder: Path, seed: int = 0, model: TinyModel | None = None) -> PreTrainedModel:
