@@ -34,7 +34,9 @@ def _field(field: FieldDescriptor, depth: int) -> st.SearchStrategy[object]:
         )
     value = _value(field, depth)
     if field.is_repeated:
-        return st.lists(value, max_size=3) | st.lists(value, min_size=17, max_size=17)
+        # Longer than any limit, with a few values again and again: to draw many takes long.
+        many = st.lists(value, min_size=1, max_size=3).map(lambda few: (few * 17)[:17])
+        return st.lists(value, max_size=3) | many
     return value
 
 
