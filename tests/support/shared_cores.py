@@ -165,8 +165,12 @@ class Cluster:
         requests = [Request(began + at, tokens, answer_tokens) for at in arrivals]
         for request in requests:
             self._at(request.arrived, self._arriving(request))
-        while any(len(request.times) < answer_tokens for request in requests):
-            self._advance()
+        left = requests[:]
+        while left:
+            if len(left[-1].times) < answer_tokens:
+                self._advance()
+            else:
+                left.pop()
         return requests
 
     def _arriving(self, request: Request) -> Callable[[], None]:

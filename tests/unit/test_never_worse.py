@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -14,6 +14,7 @@ from tests.support.shared_cores import (
     SHARED_CORES,
     Cluster,
     Hardware,
+    Outcome,
     calibrate,
     outcome,
 )
@@ -22,6 +23,12 @@ APART = dataclasses.replace(SHARED_CORES, cores=math.inf)
 SEEDS = 4
 TOLERANCE = 0.05
 """Of the requests: what so few can tell."""
+
+
+@cache
+def run(hardware: Hardware, mode: LocalPrefill, shape: tuple[int, int], load: float) -> Outcome:
+    found = calibrate(hardware, *shape)
+    return outcome(partial(Cluster, hardware, mode), found, load, shape, SEEDS)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +44,8 @@ TOLERANCE = 0.05
 def test_the_controller_is_never_worse_than_always_or_never(
     hardware: Hardware, shape: tuple[int, int], load: float
 ) -> None:
-    found = calibrate(hardware, *shape)
     auto, never, always = (
-        outcome(partial(Cluster, hardware, mode), found, load, shape, SEEDS)
+        run(hardware, mode, shape, load)
         for mode in (LocalPrefill.AUTO, LocalPrefill.NEVER, LocalPrefill.ALWAYS)
     )
     assert auto.good >= max(never.good, always.good) - TOLERANCE
@@ -47,6 +53,4 @@ def test_the_controller_is_never_worse_than_always_or_never(
 
 
 def test_on_devices_of_their_own_prefill_workers_read_most_long_prompts_under_load() -> None:
-    shape = 4096, 32
-    cluster = partial(Cluster, GPUS, LocalPrefill.AUTO)
-    assert outcome(cluster, calibrate(GPUS, *shape), 0.9, shape, SEEDS).local < 0.5
+    assert run(GPUS, LocalPrefill.AUTO, (4096, 32), 0.9).local < 0.5

@@ -219,7 +219,7 @@ def test_few_and_many_workers_answer_every_request() -> None:
 
 def test_the_planner_keeps_the_objectives_while_the_load_doubles_and_halves() -> None:
     trace = chat_trace(1500.0, 4.0)
-    traffic = Traffic(seconds=3600.0, loads=(1.0, 2.0, 1.0, 0.5))
+    traffic = Traffic(seconds=2400.0, loads=(1.0, 2.0, 1.0, 0.5))
     played = list(arrivals(trace, traffic))
     goals = dataclasses.replace(GOALS, least=Pools(2, 1))
     report = simulate(played, Pools(2, 1), H200_8B, goals, plans=True)
