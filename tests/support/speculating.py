@@ -18,7 +18,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import Plan, token_and_logprobs
 from baton.worker.step_pipeline import Settled, StepPipeline
 
-ANSWER = 30
+ANSWER = 20
 KEY = AttemptKey("", 0)
 WARM = Sampling(temperature=1.0, seed=3)
 SAMPLINGS = [

@@ -157,7 +157,7 @@ def test_a_draft_that_breaks_fails_no_request(tmp_path: Path) -> None:
 def test_a_draft_knows_fewer_tokens_or_a_shorter_context(tmp_path: Path) -> None:
     save(TINY_MODELS["llama"], tmp_path / "model")
     save(TINY_MODELS["llama"].changed(vocab_size=VOCABULARY - 40), tmp_path / "fewer")
-    engine, asked = load(tmp_path / "model"), works(SAMPLINGS)
+    engine, asked = load(tmp_path / "model"), works(SAMPLINGS, answer=30)
     plain = [Loop(engine).answer([each])[0] for each in asked]
     for draft in (load(tmp_path / "fewer"), load(tmp_path / "model", max_context=40)):
         loop = Drafting(engine, draft)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from random_schemas import random_schema
 from rank_threads import split_engine
-from speculating import ANSWER, KEY, SAMPLINGS, WARM, Knowing, Loop, works
+from speculating import ANSWER, KEY, SAMPLINGS, WARM, Answers, Knowing, Loop, works
 from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
@@ -35,9 +35,13 @@ from baton.router.prompts.output_grammar import grammar_of
 MODELS = ("llama", "mistral-window", "gemma2", "qwen3-moe", "deepseek-v3", "gpt-oss")
 
 
-def compare(engine: Engine, asked: list[Work], **limits: int) -> Loop:
+def alone(engine: Engine, asked: list[Work]) -> Answers:
+    return [Loop(engine).answer([each])[0] for each in asked]
+
+
+def compare(engine: Engine, asked: list[Work], plain: Answers | None = None, **limits: int) -> Loop:
     """Answers alone and plainly, then together with guesses."""
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    plain = plain or alone(engine, asked)
     for wrong in (0.0, 0.3, 1.0):
         guessing = Loop(engine, Knowing(plain, wrong, VOCABULARY), **limits)
         assert guessing.answer(asked) == plain, wrong
@@ -77,8 +81,9 @@ def test_stop_tokens_batch_limits_and_chunks_are_kept_to(tmp_path: Path) -> None
     save(TINY_MODELS["llama"], tmp_path)
     engine = Engine.load(tmp_path, page_size=4, kv_memory=4 << 20)
     asked = works([*SAMPLINGS, *SAMPLINGS], frozenset(range(0, VOCABULARY, 9)))
+    plain = alone(engine, asked)
     for max_batch, chunk_tokens in ((3, 5), (20, 40), (64, 256)):
-        loop = compare(engine, asked, max_batch=max_batch, chunk_tokens=chunk_tokens)
+        loop = compare(engine, asked, plain, max_batch=max_batch, chunk_tokens=chunk_tokens)
         assert loop.most_guesses < max_batch
 
 
@@ -97,7 +102,7 @@ def test_preempted_requests_answer_as_without(name: str, tmp_path: Path) -> None
     save(TINY_MODELS[name], tmp_path)
     engine = Engine.load(tmp_path, page_size=4, kv_memory=4 << 20)
     asked = works(SAMPLINGS)
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    plain = alone(engine, asked)
     with engine.pool.lease([], engine.pool.free - 60 * engine.pool.slices):
         loop = Loop(engine, Knowing(plain, 0.3, VOCABULARY))
         assert loop.answer(asked) == plain
@@ -155,7 +160,7 @@ def test_answers_with_a_grammar_are_as_without(seed: int, tmp_path: Path) -> Non
             KEY,
             [3, 50, 7],
             sampling,
-            200,
+            60,
             stops,
             logprobs=1,
             grammar=grammar_of(Structure("json_schema", json.dumps(random_schema(draw)))),

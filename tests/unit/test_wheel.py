@@ -20,7 +20,9 @@ OTHER = "kernels"
 """A distribution on PyPI whose import name is that of one of our folders."""
 
 # Without what would show a test's Python our sources, and with the system's index and proxies.
+# Compiling takes most of an installation's time, and is done again by imports.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+ENVIRONMENT["PIP_NO_COMPILE"] = "1"
 
 
 @pytest.fixture(scope="module")
