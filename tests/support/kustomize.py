@@ -7,6 +7,7 @@ namespace. Anything else raises, so that nothing is left out silently.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ OVERLAYS = Path(__file__).parents[2] / "deploy" / "kubernetes" / "overlays"
 
 
 def render(folder: Path) -> list[Manifest]:
-    """The manifests of the kustomization in `folder`."""
+    """The manifests of the kustomization in `folder`, for the caller to change."""
+    return copy.deepcopy(_rendered(folder))
+
+
+@functools.cache
+def _rendered(folder: Path) -> list[Manifest]:
     return _build(folder, [])
 
 

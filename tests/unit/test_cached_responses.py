@@ -3,6 +3,7 @@ once."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -110,7 +111,7 @@ async def test_many_prompts_of_one_call_have_room_in_the_clients_buffer(door: Do
     """Together they have more tokens than may wait for a client."""
     prompts = [f"prompt {number}" for number in range(40)]
     body = {**GREEDY, "max_tokens": 128}
-    alone = [await door.post(**{**body, "prompt": prompt}) for prompt in prompts]
+    alone = await asyncio.gather(*(door.post(**{**body, "prompt": each}) for each in prompts))
     together = await door.post(**{**body, "prompt": prompts})
     assert together.headers["x-baton-cache"].startswith("exact")
     texts = [choice["text"] for choice in together.json()["choices"]]

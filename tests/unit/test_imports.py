@@ -41,13 +41,21 @@ ONLY = {
 }
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Those of a module, at any depth. Expressions, which are most of its nodes, import nothing."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from statements(child)
+
+
 @functools.cache
 def imports_of(path: Path) -> tuple[str, ...]:
     return tuple(_imports_of(path))
 
 
 def _imports_of(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
