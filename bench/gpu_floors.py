@@ -11,13 +11,14 @@ from torch import Tensor
 from baton.engine.model import Model
 from baton.kernels.experts import MLP, Experts
 from baton.kernels.fp8 import FP8
-from baton.kernels.gpu.tilings import PACKED_ROWS
 from baton.kernels.linear import GatedLinear, Linear
 from baton.kernels.packed import PackedWeight
 
 PAGE_SIZE = 16
 CHUNK = 8192
 MAX_BATCH = 256
+READ_ROWS = 256
+"""Up to so many rows a product of packed weights takes what reading them does, at the least."""
 
 
 class Floors:
@@ -94,7 +95,7 @@ def _product(linear: Linear | GatedLinear, rows: int) -> None:
     if size not in _inputs:
         _inputs[size] = torch.randn(size, dtype=torch.bfloat16, device="cuda")
     if isinstance(weight, PackedWeight):
-        if rows <= PACKED_ROWS:
+        if rows <= READ_ROWS:
             weight.words.view(torch.float32).sum()
             return
         weight = _scratch(weight.shape)

@@ -119,6 +119,10 @@ AT_ONCE = [
     *(LinearTiling(64, depth, 4, stages, rows)
       for depth, stages in ((256, 3), (256, 4), (256, 6), (128, 4), (128, 6), (128, 8))
       for rows in (8, 16, 32, 64, 128)),
+    *(LinearTiling(128, depth, 8, stages, rows)
+      for depth, stages in ((128, 3), (128, 4), (64, 4), (64, 5), (64, 6))
+      for rows in (64, 128, 256)),
+    *(LinearTiling(64, 64, 4, stages, rows) for stages in (4, 6) for rows in (128, 256)),
 ]  # fmt: skip
 """The same of products that decode while they multiply."""
 

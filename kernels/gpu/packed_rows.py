@@ -27,14 +27,15 @@ from baton.kernels.gpu.row_results import Extras, finish
 from baton.kernels.gpu.tilings import LinearTiling, hopper_tiling_for, stages_for
 from baton.kernels.packed import PackedWeight
 
-TILE = 64
-"""Outputs of a program, gates and ups counted: those of a warp group's product."""
+WARP_OUTPUTS = gl.constexpr(16)
+"""Of a product, gates and ups counted."""
 
-LEAST_DEPTH = 128
-WARPS = gl.constexpr(4)
 # Their names changed after Triton 3.6.
 load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+WHOLE_ROWS = gl.constexpr(64)
+"""From so many rows on results are laid out anew before they are stored: fewer instructions."""
 
 EIGHT = gl.constexpr(8)
 """Outputs of which a thread has two, this many apart: a gate and its up."""
@@ -44,13 +45,14 @@ def tiling_for(x: Tensor, outputs: int, *, gated: bool) -> LinearTiling | None:
     """None if the product is not of whole tiles and an even number of turns, or of fewer turns than
     are loaded ahead (loads that never happen do not compile), the chip lacks these instructions,
     or others are as fast."""
-    if not COMPILED.value or x.dtype == torch.float32:
+    if not COMPILED.value or x.dtype == torch.float32 or not _hopper(x.device):
         return None
-    columns = TILE // 2 if gated else TILE
-    if outputs % columns or x.shape[1] % (2 * LEAST_DEPTH) or not _hopper(x.device):
+    rows, depth = x.shape
+    every = 2 * outputs if gated else outputs
+    found = hopper_tiling_for(every, rows, depth)
+    if found is None or every % found.outputs or depth % (2 * found.depth):
         return None
-    found = hopper_tiling_for(outputs // columns, *x.shape)
-    return found if found and x.shape[1] >= found.stages * found.depth else None
+    return found if depth >= found.stages * found.depth else None
 
 
 def multiply(
@@ -64,8 +66,8 @@ def multiply(
 ) -> None:
     """The product of rows x, with what comes before and after it."""
     rows, depth = x.shape
-    block_n, block_m = TILE // 2 if extras.gates else TILE, tiling.rows
-    programs, threads = outputs // block_n, 32 * WARPS.value
+    block_n, block_m = tiling.outputs // 2 if extras.gates else tiling.outputs, tiling.rows
+    programs, threads = outputs // block_n, 32 * tiling.warps
     piece = piece_for(extras.ahead, programs * threads)
     _packed_rows[(programs, triton.cdiv(rows, block_m))](
         x,
@@ -85,7 +87,8 @@ def multiply(
         BLOCK_N=block_n,
         BLOCK_K=tiling.depth,
         ROOMS=stages_for(tiling, block_m, False, weight.bits, 8 * x.itemsize),
-        num_warps=WARPS.value,
+        WARPS=tiling.warps,
+        num_warps=tiling.warps,
         enable_fp_fusion=False,
     )
 
@@ -96,25 +99,30 @@ def _hopper(device: torch.device) -> bool:
 
 
 @triton.constexpr_function
-def _words_layout(depth, bits, group):
+def _words_layout(groups, blocks, tile):
     """Of words [groups, blocks, outputs, 4] in registers: a thread's are those that hold its
     weights of a product's tile (see kernels/packed.py)."""
-    groups, blocks = depth // group, group * bits // 128
     registers = [[0, 0, 8, 0], *([0, block, 0, 0] for block in _powers(blocks))]
     registers += [[number, 0, 0, 0] for number in _powers(groups)]
     lanes = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
-    warps = [[0, 0, 16, 0], [0, 0, 32, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [groups, blocks, TILE, 4])
+    warps = [[0, 0, WARP_OUTPUTS.value * warp, 0] for warp in _powers(tile // WARP_OUTPUTS.value)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [groups, blocks, tile, 4])
 
 
 @triton.constexpr_function
-def _blocks_layout(depth, bits):
+def _blocks_layout(blocks, tile):
     """The same of all groups' blocks."""
-    blocks = depth * bits // 128
     registers = [[0, 8, 0], *([block, 0, 0] for block in _powers(blocks))]
     lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warps = [[0, 16, 0], [0, 32, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [blocks, TILE, 4])
+    warps = [[0, WARP_OUTPUTS.value * warp, 0] for warp in _powers(tile // WARP_OUTPUTS.value)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [blocks, tile, 4])
+
+
+@triton.constexpr_function
+def _stored_layout(outputs, warps):
+    """Of results [outputs, rows]: a thread's are 16 bytes in memory."""
+    threads = min(32, outputs // 8)
+    return gl.BlockedLayout([8, 1], [threads, 32 // threads], [1, warps], [0, 1])
 
 
 @triton.constexpr_function
@@ -148,16 +156,20 @@ def _copy(
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """Starts to load what a turn reads, if there is one."""
     of_x: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_K, BLOCK_K // 8], [WARPS, 1], [1, 0]
     )
-    of_words: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
-    of_scales: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    blocks: gl.constexpr = BLOCK_K * BITS // 128
-    groups: gl.constexpr = BLOCK_K // GROUP
+    blocks: gl.constexpr = rooms[1].shape[1]
+    groups: gl.constexpr = rooms[2].shape[1]
     tile: gl.constexpr = rooms[1].shape[2]
+    apart: gl.constexpr = min(blocks, WARPS)
+    of_words: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 32, 1], [apart, WARPS // apart, 1], [2, 1, 0]
+    )
+    of_scales: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
     stride = outputs * (2 if GATED else 1)
     if turn < K // BLOCK_K:
         row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, of_x))
@@ -176,7 +188,7 @@ def _copy(
             words_pointer + at * 4 + word[None, None, :],
             eviction_policy="evict_first",
         )
-        group = turn * groups + gl.arange(0, groups, gl.SliceLayout(1, of_scales))
+        group = turn * BLOCK_K // GROUP + gl.arange(0, groups, gl.SliceLayout(1, of_scales))
         n = gl.arange(0, tile, gl.SliceLayout(0, of_scales))
         at = group[:, None] * stride + _output(first, n, outputs, GATED)[None, :]
         load(rooms[2].index(room), scales_pointer + at)
@@ -189,16 +201,17 @@ def _decoded(
     room,
     BITS: gl.constexpr,
     EXACT: gl.constexpr,
-    GROUP: gl.constexpr,
     BLOCK_K: gl.constexpr,
     SUMS: gl.constexpr,
 ):
     """A tile's weights as a product reads them."""
-    groups: gl.constexpr = BLOCK_K // GROUP
-    of_words: gl.constexpr = _words_layout(BLOCK_K, BITS, GROUP)
+    all_blocks: gl.constexpr = rooms[1].shape[1]
+    groups: gl.constexpr = rooms[2].shape[1]
+    blocks: gl.constexpr = all_blocks // groups
     tile: gl.constexpr = rooms[1].shape[2]
-    shape: gl.constexpr = (groups, BLOCK_K * BITS // 128 // groups, tile, 4)
-    words = gl.reshape(rooms[1].index(room).load(_blocks_layout(BLOCK_K, BITS)), shape)
+    of_words: gl.constexpr = _words_layout(groups, blocks, tile)
+    words = rooms[1].index(room).load(_blocks_layout(all_blocks, tile))
+    words = gl.reshape(words, (groups, blocks, tile, 4))
     words = gl.convert_layout(words, of_words, assert_trivial=True)
     scales = rooms[2].index(room).load(gl.SliceLayout(1, gl.SliceLayout(3, of_words)))
     weights = numbers(words, scales, BITS, EXACT, rooms[0].dtype, tile, BLOCK_K)
@@ -241,6 +254,7 @@ def _packed_rows(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     ROOMS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """ROOMS: turns that are on the chip or on their way. BLOCK_N: outputs of a program."""
     dtype: gl.constexpr = x_pointer.dtype.element_ty
@@ -250,23 +264,24 @@ def _packed_rows(
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     blocks: gl.constexpr = BLOCK_K * BITS // 128
+    groups: gl.constexpr = max(1, BLOCK_K // GROUP)
     program = gl.program_id(0)
     first, first_row = program * BLOCK_N, gl.program_id(1) * BLOCK_M
     rooms = (
         gl.allocate_shared_memory(dtype, [ROOMS, BLOCK_M, BLOCK_K], swizzled),
         gl.allocate_shared_memory(gl.int32, [ROOMS, blocks, tile, 4], cubic),
-        gl.allocate_shared_memory(gl.int32, [ROOMS, BLOCK_K // GROUP, tile], plain),
+        gl.allocate_shared_memory(gl.int32, [ROOMS, groups, tile], plain),
     )
     for turn in gl.static_range(ROOMS - 1):
         _copy(
             rooms, turn, turn, x_pointer, words_pointer, scales_pointer, first, first_row, rows,
-            outputs, K, BITS, GROUP, GATED, BLOCK_M, BLOCK_K,
+            outputs, K, BITS, GROUP, GATED, BLOCK_M, BLOCK_K, WARPS,
         )  # fmt: skip
     sums = gl.zeros([tile, BLOCK_M], gl.float32, of_sums)
     async_copy.wait_group(ROOMS - 2)
     barrier()
     fence_async_shared()
-    weights = _decoded(rooms, 0, BITS, EXACT, GROUP, BLOCK_K, of_sums)
+    weights = _decoded(rooms, 0, BITS, EXACT, BLOCK_K, of_sums)
     others = weights
     room, free = 0, ROOMS - 1
     for turn in range(0, K // BLOCK_K, 2):
@@ -285,25 +300,27 @@ def _packed_rows(
             fence_async_shared()
             _copy(
                 rooms, free, turn + half + ROOMS - 1, x_pointer, words_pointer, scales_pointer,
-                first, first_row, rows, outputs, K, BITS, GROUP, GATED, BLOCK_M, BLOCK_K,
+                first, first_row, rows, outputs, K, BITS, GROUP, GATED, BLOCK_M, BLOCK_K, WARPS,
             )  # fmt: skip
             free, room = room, _next(room, ROOMS)
             if half == 0:
-                others = _decoded(rooms, room, BITS, EXACT, GROUP, BLOCK_K, of_sums)
+                others = _decoded(rooms, room, BITS, EXACT, BLOCK_K, of_sums)
             else:
-                weights = _decoded(rooms, room, BITS, EXACT, GROUP, BLOCK_K, of_sums)
+                weights = _decoded(rooms, room, BITS, EXACT, BLOCK_K, of_sums)
     sums, weights, others = warpgroup_mma_wait(0, deps=[sums, weights, others])
     if AHEAD > 0:
         threads: gl.constexpr = gl.BlockedLayout([1], [32], [AHEAD // 32], [0])
         prefetch(ahead_pointer, piece, gl.arange(0, AHEAD, threads))
-    sums = sums.to(dtype).to(gl.float32)
+    sums, ups = sums.to(dtype), sums.to(dtype)
     if GATED:
         halves = gl.permute(gl.reshape(sums, (tile // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
         gates, ups = gl.split(halves)
         sums = gl.reshape(gates, (BLOCK_N, BLOCK_M))
         ups = gl.reshape(ups, (BLOCK_N, BLOCK_M))
-    else:
-        ups = sums
+    if BLOCK_M >= WHOLE_ROWS:
+        sums = gl.convert_layout(sums, _stored_layout(BLOCK_N, WARPS))
+        ups = gl.convert_layout(ups, _stored_layout(BLOCK_N, WARPS)) if GATED else sums
+    sums, ups = sums.to(gl.float32), ups.to(gl.float32)
     row, column = first_row + gl.arange(0, BLOCK_M), first + gl.arange(0, BLOCK_N)
     line, part = first_row + gl.arange(0, BLOCK_M), gl.arange(0, BLOCK_PARTS)
     if ADDS:

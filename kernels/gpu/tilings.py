@@ -18,7 +18,7 @@ Weight = Tensor | Fp8Weight | PackedWeight
 MOST_ROWS = 32
 FP8_TILE_ROWS = 64
 PACKED_TILE_ROWS = 128
-PACKED_ROWS = 256
+PACKED_ROWS = 512
 """Beyond this many rows the matrix library is faster; in FP8, beyond a tile's; of packed weights,
 with the time to decode them for it."""
 
@@ -78,11 +78,13 @@ def packed_tiling_for(outputs: int, rows: int, gated: bool) -> LinearTiling:
     return LinearTiling(64, 128, 4, 3, PACKED_TILE_ROWS)
 
 
-def hopper_tiling_for(programs: int, rows: int, depth: int) -> LinearTiling | None:
+def hopper_tiling_for(outputs: int, rows: int, depth: int) -> LinearTiling | None:
     """Of packed weights that are decoded while others are multiplied; None where programs that
     share a multiprocessor, each idle at times, are as fast. Where half of the chip would be idle,
     two programs decode the same weights for half of the rows each."""
-    share = triton.next_power_of_2(rows)
+    if rows > PACKED_TILE_ROWS:
+        return _hopper_tiling_of_many(outputs, rows)
+    programs, share = outputs // 64, triton.next_power_of_2(rows)
     if 2 * programs <= MULTIPROCESSORS:
         share //= 2
     share = max(8, share)
@@ -91,6 +93,22 @@ def hopper_tiling_for(programs: int, rows: int, depth: int) -> LinearTiling | No
     if programs <= MULTIPROCESSORS and share <= MOST_ROWS and depth % 512 == 0:
         return LinearTiling(64, 256, 4, 4, share)
     return LinearTiling(64, 128, 4, 6 if share <= 64 else 4, share)
+
+
+def _hopper_tiling_of_many(outputs: int, rows: int) -> LinearTiling | None:
+    """The largest tiles that keep most of the chip at work."""
+    tiles, parts = outputs // 128, triton.cdiv(rows, PACKED_TILE_ROWS)
+    programs = tiles * triton.cdiv(parts, 2)
+    chips = triton.cdiv(programs, MULTIPROCESSORS)
+    if tiles * parts >= 0.8 * 2 * chips * MULTIPROCESSORS:
+        return LinearTiling(128, 64, 8, 4, 2 * PACKED_TILE_ROWS)
+    if 2 * tiles * parts <= MULTIPROCESSORS:
+        return LinearTiling(64, 128, 4, 6, PACKED_TILE_ROWS)
+    if rows <= 2 * PACKED_TILE_ROWS:
+        return None
+    if tiles * parts <= MULTIPROCESSORS:
+        return LinearTiling(128, 128, 8, 4, PACKED_TILE_ROWS)
+    return LinearTiling(64, 64, 4, 4, PACKED_TILE_ROWS)
 
 
 def row_block(tiling: LinearTiling, rows: int) -> int:

@@ -17,7 +17,7 @@ from baton.kernels.packed import INPUTS, Bits, Grid, PackedWeight, pack
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
-ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256)
+ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 384, 512)
 PRODUCTS = [(4096, 4096, 128), (1536, 8960, 128), (960, 576, 64), (200, 544, 32)]
 """Outputs, inputs and a group's inputs."""
 FILLING = (28672, 4096, 64)
