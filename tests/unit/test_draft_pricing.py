@@ -74,9 +74,12 @@ def test_a_wrong_draft_costs_little_and_is_tried_again(
     taken = [worker.seconds(asked, drafting=True)[0] for _ in range(RUNS)]
     assert max(taken[1:]) < plain / 0.97
     compared = worker.drafts.compared
-    for _ in range(RUNS):
+
+    def is_tried() -> bool:
         worker.seconds(asked, drafting=True)
-    assert worker.drafts.compared > compared
+        return worker.drafts.compared > compared
+
+    assert any(is_tried() for _ in range(RUNS))
 
 
 def test_a_rehearsal_finds_what_rounds_cost(monkeypatch: pytest.MonkeyPatch) -> None:
