@@ -322,14 +322,14 @@ def test_a_router_that_starts_late_is_waited_for(closed_port: int) -> None:
 def test_the_end_of_a_wait_names_what_is_missing(client: Client, router: ScriptedRouter) -> None:
     router.status.workers[0].attached = False
     with pytest.raises(DeadlineExceeded, match="no prefill worker"):
-        client.wait_ready(timeout=1)
+        client.wait_ready(timeout=0.3)
     router.status.workers[0].attached = True
     router.status.workers[0].ClearField("connected")
     with pytest.raises(DeadlineExceeded, match="is connected to a decode worker"):
-        client.wait_ready(timeout=1)
+        client.wait_ready(timeout=0.3)
     router.status.workers[1].fault = "leaks pages"
     with pytest.raises(DeadlineExceeded, match="no decode worker"):
-        client.wait_ready(timeout=1)
+        client.wait_ready(timeout=0.3)
 
 
 def test_a_router_that_never_starts_ends_the_wait(closed_port: int) -> None:
