@@ -35,6 +35,7 @@ SHAPES = [(32, 12), (96, 199), (160, 13), (576, 40), (4864, 64), (64, 3), (20, 2
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS: list[WeightCodes] = ["int8", "int4"]
 PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 6, 70)]
+ANSWER = 6
 
 
 def exactly(x: Tensor, weight: Tensor) -> Tensor:
@@ -229,17 +230,17 @@ def test_answers_do_not_depend_on_company(
 ) -> None:
     save(TINY_MODELS[name], tmp_path)
     options = {"dtype": dtype, "quantization": kind}
-    together = serve(load(tmp_path, 4, **options), PROMPTS, 12, chunk=7)
+    together = serve(load(tmp_path, 4, **options), PROMPTS, ANSWER, chunk=7)
     engine = load(tmp_path, **options)
-    assert together == [serve(engine, [each], 12, chunk=64)[0] for each in PROMPTS]
+    assert together == [serve(engine, [each], ANSWER, chunk=64)[0] for each in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_quantize_their_parts(kind: WeightCodes, tmp_path: Path) -> None:
     save(TINY_MODELS["qwen3-moe"], tmp_path / "model")
     with split_engine(tmp_path / "model", 2, tmp_path, quantization=kind) as split:
-        together = serve(split.engine, PROMPTS, 12, chunk=7)
-        assert together == [serve(split.engine, [each], 12, chunk=64)[0] for each in PROMPTS]
+        together = serve(split.engine, PROMPTS, ANSWER, chunk=7)
+        assert together == [serve(split.engine, [each], ANSWER, chunk=64)[0] for each in PROMPTS]
         whole = load(tmp_path / "model", quantization=kind)
         assert split.engine.fingerprint != whole.fingerprint  # they exchange no pages
 

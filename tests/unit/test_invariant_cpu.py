@@ -198,9 +198,8 @@ class Context:
         count = -(-self.length // page_size)
         kv = torch.full((count + 3, 2, 2, page_size, *self._tokens.shape[2:]), torch.nan)
         table = torch.randperm(count + 3)[:count]
-        for position, token in enumerate(self._tokens):
-            page, offset = divmod(position, page_size)
-            kv[table[page], 1, :, offset] = token.float()
+        positions = torch.arange(self.length)
+        kv[table[positions // page_size], 1, :, positions % page_size] = self._tokens.float()
         if self._kv_dtype == "auto":
             kv = kv.to(self._tokens.dtype)
         return layer_caches(encode(kv, self._kv_dtype))[1], table

@@ -44,6 +44,7 @@ STORED = [torch.int8, torch.uint8]
 
 KV_DTYPES: dict[torch.dtype, KvDtype] = {torch.int8: "int8", torch.uint8: "int4"}
 PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 6, 70)]
+ANSWER = 6
 CHOICES: list[KvDtype] = ["auto", "int8", "int4"]
 MODELS = ["llama-biases", "qwen3", "gemma2", "gemma3", "gpt-oss"]
 SHAPES = [(9, 3, 64, 16), (4, 4, 8, 5), (14, 2, 96, 32), (6, 1, 12, 1)]
@@ -218,7 +219,7 @@ def test_answers_are_transformers_with_the_same_codes(
 ) -> None:
     whole_codes = {"head_dim": 24} if name == "llama-biases" else {}
     oracle = save(TINY_MODELS[name].changed(**whole_codes), tmp_path)
-    answers = serve(load(tmp_path, kv_dtype=rounding_cache), PROMPTS, 12, chunk=16)
+    answers = serve(load(tmp_path, kv_dtype=rounding_cache), PROMPTS, ANSWER, chunk=16)
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 
@@ -234,9 +235,9 @@ def test_answers_do_not_depend_on_company(
     """Nor on sizes of pages and chunks: all read what was stored."""
     save(TINY_MODELS[name], tmp_path)
     options = {"dtype": dtype, "quantization": quantization, "kv_dtype": kv_dtype}
-    together = serve(load(tmp_path, 4, **options), PROMPTS, 12, chunk=7)
+    together = serve(load(tmp_path, 4, **options), PROMPTS, ANSWER, chunk=7)
     engine = load(tmp_path, **options)
-    assert together == [answer(engine, each, 12) for each in PROMPTS]
+    assert together == [answer(engine, each, ANSWER) for each in PROMPTS]
 
 
 def test_pages_are_a_quarter_or_half_as_large_and_scales(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.quantization_config import Quantization, parse_quantization
 
 PROMPTS = [[(7 * at * at + at) % 199 for at in range(length)] for length in (1, 6, 70)]
+ANSWER = 6
 OUTPUTS, INPUTS = 72, 48
 MODULE = "model.layers.0.mlp.up_proj"
 
@@ -84,7 +85,7 @@ def test_a_weight_on_its_way_to_a_device_is_dequantized(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_model_answers_as_transformers_with_the_same_numbers(name: str, tmp_path: Path) -> None:
     oracle = save_quantized(name, tmp_path)
-    answers = serve(load(tmp_path), PROMPTS, 12, chunk=16)
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 
@@ -104,7 +105,7 @@ FAMILIES = [
 @pytest.mark.parametrize(("family", "name"), FAMILIES)
 def test_any_family_may_be_quantized(family: str, name: str, tmp_path: Path) -> None:
     oracle = save_quantized(name, tmp_path, TINY_MODELS[family])
-    answers = serve(load(tmp_path), PROMPTS, 12, chunk=16)
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 
@@ -116,7 +117,7 @@ def test_two_ranks_dequantize_their_parts(family: str, name: str, tmp_path: Path
     model = tmp_path / "model"
     oracle = save_quantized(name, model, TINY_MODELS[family])
     with split_engine(model, 2, tmp_path) as split:
-        answers = serve(split.engine, PROMPTS, 12, chunk=16)
+        answers = serve(split.engine, PROMPTS, ANSWER, chunk=16)
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 
@@ -133,7 +134,7 @@ def test_the_head_may_be_quantized_too(tmp_path: Path) -> None:
     index.write_text(json.dumps(stated))
     with torch.no_grad():
         oracle.lm_head.weight.copy_(numbers)
-    answers = serve(load(tmp_path), PROMPTS, 12, chunk=16)
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 

@@ -32,7 +32,7 @@ from baton.worker.rank_process import (
     rank_devices,
 )
 
-ANSWER = 12
+ANSWER = 6
 
 
 def random_prompt(length: int) -> list[int]:
