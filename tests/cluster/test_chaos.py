@@ -161,7 +161,7 @@ async def supervised(cluster: ProcessCluster) -> AsyncIterator[Supervisor]:
 @pytest.mark.parametrize(
     ("count", "together", "seconds"),
     [
-        pytest.param(30, 10, 1.0, id="short"),
+        pytest.param(12, 6, 0.5, id="short"),
         pytest.param(
             1000, 10, 5.0, id="long", marks=(pytest.mark.faults, pytest.mark.timeout(1800))
         ),

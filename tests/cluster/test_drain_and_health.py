@@ -140,7 +140,8 @@ async def test_a_second_signal_ends_a_router_at_once(tiny: Path, tmp_path: Path)
 
 
 async def test_a_frozen_worker_is_routed_around_and_rejoins(tiny: Path, tmp_path: Path) -> None:
-    with ProcessCluster(tiny, tmp_path, decode=2, tree=tree()) as cluster:
+    configured = tree(frozen_seconds=1.5)
+    with ProcessCluster(tiny, tmp_path, decode=2, tree=configured) as cluster:
         async with AsyncClient(cluster.address) as client:
             undisturbed = await client.generate(PROMPT, **OPTIONS)
             async with stream_under_way(client) as (stream, name):

@@ -146,7 +146,7 @@ async def test_any_pool_that_holds_one_request_serves_them_all(
     memory = f"{pages * page_bytes}B"
     configured = {role: {"kv_memory": memory, "threads": 1} for role in ("prefill", "decode")}
     draw = random.Random(pages)
-    asked = [[draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 200))] for _ in range(12)]
+    asked = [[draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 200))] for _ in range(6)]
     with ProcessCluster(tiny, tmp_path, tree=dict(configured)) as cluster:
         async with AsyncClient(cluster.address) as client:
             answers = await asyncio.gather(
