@@ -13,7 +13,7 @@ import torch
 from draft_models import Drafting, draft_cost, main_cost, save_draft
 from random_schemas import random_schema
 from rank_threads import split_engine
-from speculating import ANSWER, KEY, SAMPLINGS, WARM, Loop, works
+from speculating import ANSWER, KEY, SAMPLINGS, WARM, Answers, Loop, works
 from text_model import END, save_text_model, tokenizer
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
@@ -36,12 +36,25 @@ def load(folder: Path, **options: object) -> Engine:
     return engine
 
 
+def plainly(engine: Engine, asked: list[Work]) -> Answers:
+    """Each answered alone."""
+    return [Loop(engine).answer([each])[0] for each in asked]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
+    """A model's folder, and its plain answers to `works(SAMPLINGS)`."""
+    folder = tmp_path_factory.mktemp("llama")
+    save(TINY_MODELS["llama"], folder)
+    return folder, plainly(load(folder), works(SAMPLINGS))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_and_sampling_answers_as_without(name: str, tmp_path: Path) -> None:
     save(TINY_MODELS[name], tmp_path / "model")
     save(TINY_MODELS[MODELS[name]], tmp_path / "other")
     engine, asked = load(tmp_path / "model"), works(SAMPLINGS)
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    plain = plainly(engine, asked)
     save_draft(tmp_path / "other", tmp_path / "draft", NOISE)
     loop = Drafting(engine, load(tmp_path / "draft"))
     assert loop.answer(asked) == plain
@@ -53,7 +66,7 @@ def test_a_draft_that_is_the_model_is_right_about_everything(name: str, tmp_path
     """Penalties, bans, seeds and grammars are the draft's too."""
     save(TINY_MODELS[name], tmp_path)
     engine, draft, asked = load(tmp_path), load(tmp_path, page_size=2), works(SAMPLINGS)
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    plain = plainly(engine, asked)
     loop = Drafting(engine, draft)
     assert loop.answer(asked) == plain
     assert loop.guesses == loop.accepted > len(asked) * ANSWER // 2
@@ -68,17 +81,16 @@ def test_stop_tokens_batch_limits_and_chunks_are_kept_to(tmp_path: Path) -> None
     save(TINY_MODELS["llama"], tmp_path)
     engine = load(tmp_path)
     asked = works([*SAMPLINGS, *SAMPLINGS], frozenset(range(0, VOCABULARY, 9)))
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    plain = plainly(engine, asked)
     for max_batch, chunk_tokens in ((3, 5), (20, 40), (64, 256)):
         loop = Drafting(engine, load(tmp_path), max_batch=max_batch, chunk_tokens=chunk_tokens)
         assert loop.answer(asked) == plain
         assert loop.most_guesses < max_batch
 
 
-def test_preempted_requests_answer_as_without(tmp_path: Path) -> None:
-    save(TINY_MODELS["llama"], tmp_path)
-    engine, draft, asked = load(tmp_path), load(tmp_path), works(SAMPLINGS)
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+def test_preempted_requests_answer_as_without(llama: tuple[Path, Answers]) -> None:
+    folder, plain = llama
+    engine, draft, asked = load(folder), load(folder), works(SAMPLINGS)
     with engine.pool.lease([], engine.pool.free - 40):
         loop = Drafting(engine, draft)
         assert loop.answer(asked) == plain
@@ -87,10 +99,11 @@ def test_preempted_requests_answer_as_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pages", [3, 12, 40])
-def test_a_full_pool_of_the_draft_costs_guesses_alone(pages: int, tmp_path: Path) -> None:
-    save(TINY_MODELS["llama"], tmp_path)
-    engine, draft, asked = load(tmp_path), load(tmp_path), works(SAMPLINGS)
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+def test_a_full_pool_of_the_draft_costs_guesses_alone(
+    pages: int, llama: tuple[Path, Answers]
+) -> None:
+    folder, plain = llama
+    engine, draft, asked = load(folder), load(folder), works(SAMPLINGS)
     with draft.pool.lease([], draft.pool.free - pages):
         loop = Loop(
             engine, Speculation(Drafts(draft, VOCABULARY, 64, cost=draft_cost()), main_cost())
@@ -100,16 +113,15 @@ def test_a_full_pool_of_the_draft_costs_guesses_alone(pages: int, tmp_path: Path
     assert loop.guesses
 
 
-def test_a_continued_answer_is_followed_from_its_start(tmp_path: Path) -> None:
+def test_a_continued_answer_is_followed_from_its_start(llama: tuple[Path, Answers]) -> None:
     """As after a migration: the tokens of earlier attempts stand in the prompt."""
-    save(TINY_MODELS["llama"], tmp_path)
-    engine, asked = load(tmp_path), works(SAMPLINGS)
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    folder, plain = llama
+    engine, asked = load(folder), works(SAMPLINGS)
     moved = [
         replace(work, prompt_tokens=[*work.prompt_tokens, *tokens[:9]], answer_tokens=9)
         for work, (tokens, *_) in zip(asked, plain, strict=True)
     ]
-    loop = Drafting(engine, load(tmp_path))
+    loop = Drafting(engine, load(folder))
     assert [each.tokens for each in loop.answer(moved)] == [each.tokens for each in plain]
     assert loop.guesses == loop.accepted > 0
 
@@ -125,7 +137,7 @@ def test_answers_with_a_grammar_are_as_without(seed: int, tmp_path: Path) -> Non
         Work(KEY, [3, 50, 7], sampling, 60, stops, grammar=grammar_of(Structure("json_schema", s)))
         for sampling, s in zip(SAMPLINGS, schemas, strict=True)
     ]
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    plain = plainly(engine, asked)
     for noise in (0.0, NOISE):
         save_draft(tmp_path / "model", tmp_path / f"draft{noise}", noise)
         loop = Drafting(engine, load(tmp_path / f"draft{noise}", kv_memory=64 << 20))
@@ -137,19 +149,18 @@ def test_two_ranks_and_models_over_codes_answer_as_without(tmp_path: Path) -> No
     save(TINY_MODELS["llama"], tmp_path)
     asked, draft = works(SAMPLINGS[:4]), load(tmp_path, quantization="int8", kv_dtype="int8")
     with split_engine(tmp_path, 2, tmp_path) as split:
-        plain = [Loop(split.engine).answer([each])[0] for each in asked]
+        plain = plainly(split.engine, asked)
         assert Drafting(split.engine, draft).answer(asked) == plain
     engine = load(tmp_path, quantization="int8", kv_dtype="int8")
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    plain = plainly(engine, asked)
     loop = Drafting(engine, draft)
     assert loop.answer(asked) == plain
     assert loop.guesses == loop.accepted > 0
 
 
-def test_a_draft_that_breaks_fails_no_request(tmp_path: Path) -> None:
-    save(TINY_MODELS["llama"], tmp_path)
-    engine, draft, asked = load(tmp_path), load(tmp_path), works(SAMPLINGS)
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+def test_a_draft_that_breaks_fails_no_request(llama: tuple[Path, Answers]) -> None:
+    folder, plain = llama
+    engine, draft, asked = load(folder), load(folder), works(SAMPLINGS)
     draft._runner._model.embedding[7:90] = float("nan")  # type: ignore[attr-defined]
     assert Drafting(engine, draft).answer(asked) == plain
 
@@ -158,7 +169,7 @@ def test_a_draft_knows_fewer_tokens_or_a_shorter_context(tmp_path: Path) -> None
     save(TINY_MODELS["llama"], tmp_path / "model")
     save(TINY_MODELS["llama"].changed(vocab_size=VOCABULARY - 40), tmp_path / "fewer")
     engine, asked = load(tmp_path / "model"), works(SAMPLINGS, answer=30)
-    plain = [Loop(engine).answer([each])[0] for each in asked]
+    plain = plainly(engine, asked)
     for draft in (load(tmp_path / "fewer"), load(tmp_path / "model", max_context=40)):
         loop = Drafting(engine, draft)
         assert loop.answer(asked) == plain
