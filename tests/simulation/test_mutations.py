@@ -449,7 +449,7 @@ def test_a_mistake_is_caught(
     fail_some_seed(Cluster, RARE.get(mutate.__name__, 0))
 
 
-def fail_some_seed(kind: type[Cluster], first: int = 0) -> None:
+def fail_some_seed(kind: Callable[[int], Cluster], first: int = 0) -> None:
     for seed in (*range(first, SEEDS), *range(first)):
         try:
             kind(seed).run()
@@ -463,7 +463,7 @@ def test_a_failing_seed_fails_again_in_the_same_way(monkeypatch: Patch) -> None:
     free_at_once(monkeypatch)
     traces = []
     for _ in range(2):
-        seed = next(seed for seed in range(SEEDS) if fails(seed))
+        seed = next(seed for seed in range(RARE["free_at_once"], SEEDS) if fails(seed))
         cluster = Cluster(seed, trace=True)
         with pytest.raises(Violation):
             cluster.run()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -14,9 +15,15 @@ from baton.kv_transfer.sharded_transport import ShardedTransport
 from baton.kv_transfer.transport import PageWrite
 
 from .cluster import Cluster
+from .test_mutations import Patch, fail_some_seed
 
-SEEDS = 300
-Patch = pytest.MonkeyPatch
+RARE = {
+    "send_the_note_with_the_first_part": 29,
+    "fail_with_the_first_part": 36,
+    "take_one_process_for_all": 128,
+    "forget_to_probe": 68,
+}
+"""As in test_mutations.py."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +32,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, SEEDS), marks=pytest.mark.faults)], ids=str
+    "seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.faults)], ids=str
 )
 def test_no_seed_breaks_an_invariant_where_heads_are_split(seeds: range) -> None:
     counts: Counter[str] = Counter()
@@ -98,10 +105,4 @@ def test_a_mistake_about_split_workers_is_caught(
     mutate: Callable[[Patch], None], monkeypatch: Patch
 ) -> None:
     mutate(monkeypatch)
-    for seed in range(SEEDS):
-        try:
-            Cluster(seed, split=True).run()
-        except Exception as error:  # noqa: BLE001 - a mistake may show in any way
-            print(f"seed {seed}: {type(error).__name__}: {error}")
-            return
-    pytest.fail(f"{SEEDS} seeds saw nothing wrong")
+    fail_some_seed(partial(Cluster, split=True), RARE[mutate.__name__])

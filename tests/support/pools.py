@@ -72,13 +72,14 @@ class CpuBytes:
         self.base = ctypes.addressof(self._buffer)
 
     def read(self, start: int, size: int) -> bytes:
-        return self._buffer.raw[start : start + size]
+        return ctypes.string_at(self.base + start, size)
 
     def fill(self, start: int, size: int, value: int) -> None:
         self.write(start, bytes([value]) * size)
 
     def write(self, start: int, value: bytes) -> None:
-        self._buffer[start : start + len(value)] = value
+        assert 0 <= start <= len(self._buffer) - len(value)
+        ctypes.memmove(self.base + start, value, len(value))
 
 
 class CudaBytes:
