@@ -32,7 +32,7 @@ OPTIONS: list[dict[str, object]] = [
     {"temperature": 1.0, "seed": 7, "json_schema": SCHEMA},
     {"ignore_eos": True, "stop": ["a", "1"], "temperature": 1.0, "seed": 5},
 ]
-TOKENS, LONG = 60, 500
+TOKENS, LONG = 32, 250
 
 
 def tree(pages: int, **changes: object) -> dict[str, object]:

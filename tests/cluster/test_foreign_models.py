@@ -10,7 +10,7 @@ from pathlib import Path
 from foreign_models import FOREIGN_MODELS
 from processes import ProcessCluster
 from streams import begin
-from tiny_models import VOCABULARY, generate_with_transformers, save
+from tiny_models import VOCABULARY, choices_of_transformers, save
 
 from baton import AsyncClient
 
@@ -39,16 +39,18 @@ async def test_answers_equal_transformers_also_from_cached_pages_and_after_a_dea
 ) -> None:
     oracle = save(FOREIGN_MODELS["starcoder2"], tmp_path / "model")
     asked = prompts()
-    expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in asked]
-    long = generate_with_transformers(oracle, asked[3], LONG_ANSWER)
     with ProcessCluster(tmp_path / "model", tmp_path, decode=2, tree=TREE) as cluster:
-        assert await asyncio.to_thread(ask, cluster, asked) == expected
-        assert await asyncio.to_thread(ask, cluster, asked) == expected  # from cached pages
+        answers = await asyncio.to_thread(ask, cluster, asked)
+        assert {len(answer) for answer in answers} == {ANSWER}
+        assert answers == choices_of_transformers(oracle, asked, answers)
+        assert await asyncio.to_thread(ask, cluster, asked) == answers  # from cached pages
         cluster.wait_idle()
         async with AsyncClient(cluster.address) as client:
             stream, name = await begin(client, asked[3], max_tokens=LONG_ANSWER, ignore_eos=True)
             cluster.workers.pop(name).kill()
             answer = await stream.read()
-            assert list(answer.token_ids) == long
+            long = list(answer.token_ids)
+            assert len(long) == LONG_ANSWER
+            assert [long] == choices_of_transformers(oracle, asked[3:4], [long])
             assert len(answer.placements) == 2
         assert "starcoder2 runs through transformers" in cluster.workers["prefill-0"].log

@@ -20,7 +20,7 @@ OPTIONS = [
     {"temperature": 0.7, "seed": 1, "frequency_penalty": 0.5, "logprobs": 2},
     {"temperature": 0.0, "stop_token_ids": [11, 12]},
 ]
-TOKENS = 120
+TOKENS = 72
 
 
 def tree(speculation: str) -> dict[str, object]:

@@ -14,7 +14,7 @@ import baton
 from baton import AsyncClient, AsyncStream
 from baton.core.types import Role
 
-OPTIONS = {"max_tokens": 220, "ignore_eos": True, "temperature": 0.9, "seed": 4}
+OPTIONS = {"max_tokens": 160, "ignore_eos": True, "temperature": 0.9, "seed": 4}
 PROMPT = [3] * 30
 
 

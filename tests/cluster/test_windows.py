@@ -8,13 +8,7 @@ from pathlib import Path
 
 from processes import ProcessCluster
 from streams import begin
-from tiny_models import (
-    TINY_MODELS,
-    VOCABULARY,
-    choices_of_transformers,
-    generate_with_transformers,
-    save,
-)
+from tiny_models import TINY_MODELS, VOCABULARY, choices_of_transformers, save
 
 from baton import AsyncClient
 
@@ -52,10 +46,11 @@ async def test_turns_of_long_conversations_fit_into_a_fifth_of_the_pages(tmp_pat
                 prompt = prompt_of(length)
                 for _ in range(3):
                     answer = await client.generate(prompt, max_tokens=16, timeout=60)
-                    expected = generate_with_transformers(oracle, prompt, 16)
-                    assert list(answer.token_ids) == expected
+                    found = list(answer.token_ids)
+                    assert len(found) == 16
+                    assert [found] == choices_of_transformers(oracle, [prompt], [found])
                     cached += answer.usage.cached_tokens
-                    prompt = [*prompt, *expected, *prompt_of(20)]
+                    prompt = [*prompt, *found, *prompt_of(20)]
             assert cached > 600
         cluster.wait_idle()
 
@@ -66,10 +61,10 @@ async def test_an_answer_goes_on_elsewhere_when_its_worker_is_lost(tmp_path: Pat
     configured = tree(pages=400)
     with ProcessCluster(tmp_path / "model", tmp_path, decode=2, tree=configured) as cluster:
         async with AsyncClient(cluster.address) as client:
-            stream, answering = await begin(client, prompt, max_tokens=400, ignore_eos=True)
+            stream, answering = await begin(client, prompt, max_tokens=200, ignore_eos=True)
             cluster.workers.pop(answering).kill()
             answer = await stream.read()
         found = list(answer.token_ids)
-        assert len(found) == 400
+        assert len(found) == 200
         assert [found] == choices_of_transformers(oracle, [prompt], [found])
         assert len(answer.placements) == 2

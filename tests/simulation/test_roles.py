@@ -11,7 +11,7 @@ import pytest
 from .cluster import Cluster
 from .faults import Faults
 
-SEEDS = (range(150), pytest.param(range(150, 400), marks=pytest.mark.faults))
+SEEDS = (range(100), pytest.param(range(100, 400), marks=pytest.mark.faults))
 
 
 class RestlessFaults(Faults):
