@@ -130,7 +130,7 @@ async def test_answers_and_acceptance_are_the_same_whatever_happens(tmp_path: Pa
     tier = {"cache": {"host_memory": "64MiB"}}
     # Less than what runs at once, so requests are preempted and pages evicted.
     with ProcessCluster(
-        model, tmp_path / "on", prefill=2, decode=2, tree=tree(160, **changes, **tier)
+        model, tmp_path / "on", prefill=2, decode=2, tree=tree(130, **changes, **tier)
     ) as cluster:
         async with AsyncClient(cluster.address) as client:
             for case in ("fresh", "with cached prefixes"):
