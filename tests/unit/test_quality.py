@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_model import save_text_model
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -74,8 +75,9 @@ def test_doctor_compares_the_model_with_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_story(tmp_path, monkeypatch, paragraphs=6, characters=50)
+    save_text_model(tmp_path / "model")
     file = tmp_path / "baton.yaml"
-    file.write_text("dtype: float32\ndevice: cpu\n")
+    file.write_text(f"model: {tmp_path / 'model'}\ndtype: float32\ndevice: cpu\n")
     result = CliRunner().invoke(app, ["doctor", "--quality", "--json", "--config", str(file)])
     assert result.exit_code == 0, result.output
     device, overall, *_, recall = json.loads(result.output)
