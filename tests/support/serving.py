@@ -151,7 +151,10 @@ class Serve(Command):
         """The output of `baton …` against this cluster, run in this process: as one of its own, a
         command takes a second."""
         ended = CliRunner().invoke(app, [*arguments, "--address", self.address])
-        assert ended.exit_code == 0, ended.output
+        if ended.exit_code:
+            raise subprocess.CalledProcessError(
+                ended.exit_code, arguments, ended.stdout, ended.stderr
+            )
         return ended.stdout
 
     def actor(self, title: str) -> int:
