@@ -35,17 +35,26 @@ SLOTS = 3
 """Fewer than adapters: some are dropped and loaded again."""
 
 
-class Served:
-    def __init__(self, folder: Path, decode: int = 1, **changes: object) -> None:
+class Saved:
+    """The model and its adapters, on disk and in PEFT."""
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.base = save(TINY_MODELS["llama"], folder / "model")
         self.models = {"model": self.base}
         for seed, settings in enumerate(SETTINGS):
-            self.models[f"a{seed}"] = self.add(folder / f"a{seed}", seed, **settings)
+            adapter = save_adapter(self.base, folder / f"a{seed}", seed=seed, **settings)
+            self.models[f"a{seed}"] = adapter
         shutil.copytree(folder / "a2", folder / "twin")
+
+
+class Served:
+    def __init__(self, saved: Saved, folder: Path, decode: int = 1, **changes: object) -> None:
+        self.folder = folder
+        self.base, self.models = saved.base, dict(saved.models)
         names = [*(name for name in self.models if name != "model"), "twin"]
         tree: dict[str, object] = {
-            "adapters": {name: str(folder / name) for name in names},
+            "adapters": {name: str(saved.folder / name) for name in names},
             "adapter_folders": [str(folder / "more")],
             "adapter_slots": SLOTS,
             "speculation": "ngram",
@@ -55,7 +64,7 @@ class Served:
             "decode": {"kv_memory": "4MiB", "max_batch": 8, "threads": 1},
             **changes,
         }
-        self.cluster = ProcessCluster(folder / "model", folder, decode=decode, tree=tree)
+        self.cluster = ProcessCluster(saved.folder / "model", folder, decode=decode, tree=tree)
 
     def add(self, folder: Path, seed: int, **settings: object) -> PreTrainedModel:
         return save_adapter(self.base, folder, seed=seed, **settings)
@@ -80,8 +89,13 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("adapters"))
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def served(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(saved, tmp_path_factory.mktemp("adapters"))
     with served.cluster:
         yield served
 
@@ -241,11 +255,11 @@ def decode_workers(served: Served, model: str) -> set[str]:
     return found
 
 
-def test_answers_continue_after_a_lost_worker(tmp_path: Path) -> None:
+def test_answers_continue_after_a_lost_worker(saved: Saved, tmp_path: Path) -> None:
     """Prefill has two ranks; pages are in files, too."""
     cache = {"files": str(tmp_path / "files")}
     prefill = {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1, "tensor_parallel": 2}
-    served = Served(tmp_path, decode=2, cache=cache, prefill=prefill, speculation="off")
+    served = Served(saved, tmp_path, decode=2, cache=cache, prefill=prefill, speculation="off")
     asked = [(name, prompt(80 + place, 24)) for place, name in enumerate(served.models)]
     with served.cluster as cluster:
         assert len(decode_workers(served, "a4")) == 1, "the one that has loaded it"

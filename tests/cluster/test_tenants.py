@@ -16,7 +16,7 @@ from baton.core.api_keys import make_key, write_keys
 from baton.router.response_cache import redis_store
 from bench.redis_server import RedisServer
 
-TENANTS, QUESTIONS, REQUESTS, AT_ONCE = 12, 12, 800, 32
+TENANTS, QUESTIONS, REQUESTS, AT_ONCE = 10, 10, 400, 32
 
 
 async def test_no_tenant_is_given_anothers_answers(

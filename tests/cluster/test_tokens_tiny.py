@@ -19,7 +19,7 @@ LAYOUTS = ["llama", "llama-tied-mqa", "llama-head-dim", "mixtral", "qwen2", "qwe
 LAYOUTS += ["mistral-window", "qwen2-layer-types", "qwen3-windows", "phi3", "phi3-long", "gemma3"]
 LAYOUTS += ["gpt-oss", "gpt-oss-full", "deepseek-v2-lite", "deepseek-v3-halves"]
 LENGTHS = [1, 2, 15, 16, 17, 40, 100]
-ANSWER = 24
+ANSWER = 18
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -96,14 +96,15 @@ def test_tokens_over_pages_of_codes_are_those_of_one_engine(kv_dtype: str, tmp_p
 def test_tokens_of_a_model_in_int8_are_those_of_one_engine(tmp_path: Path) -> None:
     save(TINY_MODELS["qwen3-moe"], tmp_path / "model")
     engine = load(tmp_path / "model", quantization="int8")
-    expected = [answer(engine, prompt, ANSWER) for prompt in prompts(0)]
+    asked = [prompt for prompt in prompts(0) if len(prompt) in (1, 16, 17, 40)]
+    expected = [answer(engine, prompt, 12) for prompt in asked]
     tree: dict[str, object] = {
         "quantization": "int8",
         "prefill": {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1},
         "decode": {"kv_memory": "4MiB", "threads": 2},
     }
     with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
-        assert ask(cluster, prompts(0)) == expected
+        assert ask(cluster, asked, 12) == expected
         assert {worker.quantization for worker in cluster.wait_idle()} == {"int8"}
         for worker in cluster.workers.values():
             assert "loading the model in float32, " in worker.log
