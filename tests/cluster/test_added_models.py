@@ -24,7 +24,7 @@ from baton import Client, Unavailable
 from baton.core.errors import InvalidRequest, UnknownModel
 
 PROMPT = list(range(20, 50))
-LONG = 600
+LONG = 400
 SHORT = 24
 SHAPES = {"one": "llama", "two": "qwen2", "three": "qwen3"}
 
