@@ -5,37 +5,39 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import zlib
 from typing import Any
 
 import pytest
-from shared_certificates import share_certificates
 
-# Threads that wait for one another would spin, on cores that two processes share. OpenMP reads it
-# when torch loads it; the processes that tests start decide for themselves.
-os.environ["OMP_WAIT_POLICY"] = "passive"
-import torch
-
-del os.environ["OMP_WAIT_POLICY"]
+DISTRIBUTES = "-n" in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ
+"""Whether others run the tests. They start after this process has imported what is below."""
 
 # A suite started in the background inherits an ignored SIGINT, and passes it on to its processes.
 # Several tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Triton decides when a kernel is defined whether it compiles it or interprets it, so this must come
-# before any test imports kernels, or Triton.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    from interpreted_kernels import speed_up
+if not DISTRIBUTES:
+    # Threads that wait for one another would spin, on cores that two processes share. OpenMP reads
+    # it when torch loads it; the processes that tests start decide for themselves.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    import torch
 
-    speed_up()
+    del os.environ["OMP_WAIT_POLICY"]
+    # One core for each of the processes that share the suite. Threads that wait for each other
+    # stall when one of them does.
+    torch.set_num_threads(1)
+    # Triton decides when a kernel is defined whether it compiles it or interprets it, so this must
+    # come before any test imports kernels, or Triton.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        from interpreted_kernels import speed_up
 
+        speed_up()
+    from shared_certificates import share_certificates
 
-share_certificates()
-
-# One core for each of the processes that share the suite. Threads that wait for each other
-# stall when one of them does.
-torch.set_num_threads(1)
+    share_certificates()
 
 FOLDERS = ("simulation", "cluster", "contract", "unit", "gpu", "page", "clients")
 """Long tests first: two processes share the suite, and neither should wait for the other."""

@@ -8,7 +8,6 @@ import pytest
 import recoveries
 from network import Host, Network
 from processes import ProcessCluster
-from shallow_model import save_shallow_model
 
 from baton.core.model_store import EMBEDDED
 
@@ -26,6 +25,8 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluste
 @pytest.fixture(scope="session")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the embedded model's first layers."""
+    from shallow_model import save_shallow_model  # imports torch, as below
+
     return save_shallow_model(tmp_path_factory.mktemp("model") / "shallow")
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from clocks import Clock
 from command_line import Terminal
 from kustomize import OVERLAYS, Manifest, render
@@ -16,6 +16,9 @@ from scripted_router import ScriptedRouter
 
 from baton import AsyncClient, Client
 from bench.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    import torch  # which a process that only distributes the tests need not wait for
 
 
 @pytest.fixture
