@@ -78,8 +78,7 @@ def test_greedy_tokens_equal_transformers(
     embedded: ProcessCluster, prompts: list[list[int]]
 ) -> None:
     """It reads each answer once: if it would choose every token after those before, they are its
-    own, and it need not write them one by one. Prompts of one chunk; the first layers run more."""
-    prompts = [prompt for prompt in prompts if len(prompt) < 100]
+    own, and it need not write them one by one."""
     oracle: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         embedded_folder(), dtype=torch.float32
     )
