@@ -11,7 +11,6 @@ And it rounds to FP8 as GPUs do: a number that rounds up to a power of two becom
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
@@ -43,9 +42,6 @@ from triton import language
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-
-PLAIN = {core.int1, core.int32, core.int64, core.float32}
-"""Types whose operations have their own type."""
 
 BINARY = {*COMPARISONS, *BITWISE, *OF_INTEGERS, *OF_FLOATS}
 REVERSED = {f"__r{name[2:]}": name for name in {*OF_INTEGERS, *OF_FLOATS} if name.startswith("__")}
@@ -83,9 +79,6 @@ def speed_up() -> None:
     )
     _broadcast_at_once()
     _keep_constants()
-    _pass_equal_types()
-    _keep_computation_types()
-    _unwrap_at_once()
     _call_at_once()
     _keep_tensors()
     _reduce_at_once()
@@ -175,51 +168,6 @@ def _keep_constants() -> None:
         return made[key]
 
     TritonSemantic.scalar_constant = constant
-
-
-def _pass_equal_types() -> None:
-    """Operands of one type need not be checked or cast, but for quotients of small floats."""
-    check, equal = TritonSemantic.binary_op_type_checking_impl, core.dtype.__eq__
-
-    def check_unequal(
-        self: TritonSemantic, lhs: Any, rhs: Any, *args: Any, **named: Any
-    ) -> tuple[core.tensor, core.tensor]:
-        if type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype in PLAIN:
-            return self.broadcast_impl_value(lhs, rhs)
-        return check(self, lhs, rhs, *args, **named)
-
-    TritonSemantic.binary_op_type_checking_impl = check_unequal
-    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
-
-
-def _keep_computation_types() -> None:
-    find, found = TritonSemantic.computation_type_impl, dict[tuple[Any, ...], core.dtype]()
-
-    def computation_type(
-        self: TritonSemantic, a: core.dtype, a_scalar: bool, b: core.dtype, *rest: bool
-    ) -> core.dtype:
-        key = (a.name, a_scalar, b.name, *rest)
-        if key not in found:
-            found[key] = find(self, a, a_scalar, b, *rest)
-        return found[key]
-
-    TritonSemantic.computation_type_impl = computation_type
-
-
-def _unwrap_at_once() -> None:
-    """Of compile-time values and others: nearly all operands are tensors or plain numbers."""
-    unwrap = core._unwrap_if_constexpr
-    plain = {core.tensor, int, float, bool, str, type(None)}
-
-    def unwrap_others(value: Any) -> Any:
-        kind = type(value)
-        if kind is core.constexpr:
-            return value.value
-        return value if kind in plain else unwrap(value)
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("triton.") and vars(module).get(unwrap.__name__) is unwrap:
-            setattr(module, unwrap.__name__, unwrap_others)
 
 
 def _call_at_once() -> None:
