@@ -8,6 +8,7 @@ import pytest
 import recoveries
 from network import Host, Network
 from processes import ProcessCluster
+from tiny_hub import TinyHub
 
 from baton.core.model_store import EMBEDDED
 
@@ -20,6 +21,13 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluste
     """The embedded model on one prefill and one decode worker."""
     with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("embedded"), tree=TREE) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[TinyHub]:
+    made = TinyHub()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -61,13 +61,6 @@ class RayHead(Command):
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[TinyHub]:
-    made = TinyHub()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def node_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the node keeps what it downloads."""
     return tmp_path_factory.mktemp("node")

@@ -32,13 +32,6 @@ PAUSE_SECONDS = 0.3
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[TinyHub]:
-    made = TinyHub()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
