@@ -25,8 +25,8 @@ from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu.experts import gated as experts_gated
 from baton.kernels.gpu.experts import sum_parts, weighted
 from baton.kernels.gpu.experts_of_row import weighted_onto
-from baton.kernels.gpu.fp8_rows import library_product
-from baton.kernels.gpu.gate import gate_and_multiply
+from baton.kernels.gpu.fp8_rows import Fp8Rows, library_product
+from baton.kernels.gpu.gate import gate_and_multiply, gate_to_codes
 from baton.kernels.gpu.latent_projection import norm_queries
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.low_rank import TILE_ROWS, expand_onto
@@ -37,7 +37,7 @@ from baton.kernels.gpu.rotary import Projected, norm_projections
 from baton.kernels.gpu.routing import route
 from baton.kernels.gpu.tilings import MOST_ROWS, Weight, most_rows
 from baton.kernels.latent import LatentHeads
-from baton.kernels.linear import AnyLinear, GatedLinear, Linear, RMSNorm
+from baton.kernels.linear import AnyLinear, Linear, RMSNorm
 from baton.kernels.packed import PackedWeight
 
 SPLIT_ROWS = range(65, 257)
@@ -107,15 +107,15 @@ class Forward:
                 residual = residual[samples]
                 adapters = adapters and adapters.of_samples()
             norms = _weight(layer.mlp_norm), _weight(layer.attention_after)
-            source = self._onto(residual, layer.output, attended, *norms, adapters)
+            inner = layer.mlp.gate_up if isinstance(layer.mlp, MLP) else None
+            source = self._onto(residual, layer.output, attended, *norms, adapters, inner)
             following: RMSNorm | None = model.norm
             product = model.head
             if index < last:
                 following = model.layers[index + 1].attention_norm
                 product = model.layers[index + 1].qkv
             norms = _weight(following), _weight(layer.mlp_after)
-            ahead = _read(product)
-            source = self._feed_forward(residual, layer.mlp, source, *norms, ahead, adapters)
+            source = self._feed_forward(residual, layer.mlp, source, *norms, product, adapters)
         return rms_norm(residual, model.norm.weight, self._epsilon)
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
@@ -132,21 +132,36 @@ class Forward:
         most = self._most_plain_rows if isinstance(weight, Tensor) else self._most_rows
         return len(x) <= most and (adapters is None or len(x) <= TILE_ROWS)
 
+    def _reads_codes(self, rows: Tensor, linear: AnyLinear, adapters: StepAdapters | None) -> bool:
+        """Whether the product of so many rows reads codes, and nothing else reads the rows."""
+        weight = linear.kept
+        return isinstance(weight, Fp8Weight) and not adapters and not self._is_few(rows, weight)
+
     def _product(
-        self, weight: Weight, x: Tensor, out: Tensor | None = None, *, few: bool | None = None
+        self,
+        weight: Weight,
+        x: Tensor | Fp8Rows,
+        out: Tensor | None = None,
+        *,
+        few: bool | None = None,
     ) -> Tensor:
+        if isinstance(x, Fp8Rows):
+            assert isinstance(weight, Fp8Weight)
+            return library_product(x, weight, self._model.embedding.dtype)
         if self._is_few(x, weight) if few is None else few:
             return few_rows_alone(x, weight, out)
         if isinstance(weight, Fp8Weight):
-            return library_product(x, weight)
+            return library_product(x, weight, x.dtype)
         if isinstance(weight, PackedWeight):
             weight = decoded(weight)
         return torch.mm(x, weight.t(), out=out)
 
-    def _adapted(self, linear: AnyLinear, x: Tensor, adapters: StepAdapters | None) -> Tensor:
+    def _adapted(
+        self, linear: AnyLinear, x: Tensor | Fp8Rows, adapters: StepAdapters | None
+    ) -> Tensor:
         """The product, without a bias, with what adapters add to it."""
         product = self._product(linear.kept, x)
-        if shrunk := adapters and adapters.shrink(linear, x):
+        if isinstance(x, Tensor) and (shrunk := adapters and adapters.shrink(linear, x)):
             expand_onto(product, shrunk)
         return product
 
@@ -160,7 +175,7 @@ class Forward:
                 few_rows(source, linear.kept, linear.bias, ahead=ahead, shrunk=shrunk)
             )
         else:
-            projected = Projected(self._adapted(linear, source.x, adapters), source, linear.bias)
+            projected = Projected(self._adapted(linear, source.read, adapters), source, linear.bias)
         if layer.latent:
             return self._for_latents(projected, layer.latent, adapters)
         if layer.summed_norms:
@@ -190,18 +205,18 @@ class Forward:
         source: Scaled,
         norm: Tensor | None,
         after: Tensor | None,
-        ahead: Tensor,
+        following: Linear,
         adapters: StepAdapters | None,
     ) -> Scaled:
-        """residual += mlp(source), as _onto. `ahead`: the weights of the next product."""
+        """residual += mlp(source), as _onto."""
         if isinstance(mlp, MLP):
-            gated = self._gated(mlp.gate_up, source, adapters)
-            return self._onto(residual, mlp.down, gated, norm, after, adapters)
+            gated = self._gated(mlp, source, adapters)
+            return self._onto(residual, mlp.down, gated, norm, after, adapters, following)
         routed = route(source, mlp.router, mlp.correction, mlp.routing)
         gated = experts_gated(source, routed, mlp.gate_up, mlp.activation, mlp.biases.gate_up)
         alone = not isinstance(mlp, SummedExperts) and len(residual) == 1
         if alone and norm is not None and after is None and self._late_size:
-            down, bias = mlp.down, mlp.biases.down
+            down, bias, ahead = mlp.down, mlp.biases.down, _read(following)
             return weighted_onto(gated, routed, down, bias, residual, norm, self._epsilon, ahead)
         parts = weighted(gated, routed, mlp.down, mlp.biases.down)
         if isinstance(mlp, SummedExperts):
@@ -210,24 +225,29 @@ class Forward:
             parts = sum_parts(parts)[None]
         return scale_rows(residual, norm, self._epsilon, parts, after)
 
-    def _gated(self, linear: GatedLinear, source: Scaled, adapters: StepAdapters | None) -> Tensor:
+    def _gated(self, mlp: MLP, source: Scaled, adapters: StepAdapters | None) -> Tensor | Fp8Rows:
+        linear = mlp.gate_up
         if self._is_few(source.x, linear.kept, adapters):
             shrunk = adapters and adapters.shrink(linear, source.x)
             return few_rows(source, linear.kept, linear.bias, linear.activation, shrunk=shrunk)
-        product = self._adapted(linear, source.x, adapters)
-        return gate_and_multiply(product, source, linear.bias, linear.activation)
+        product = self._adapted(linear, source.read, adapters)
+        codes = self._reads_codes(source.x, mlp.down, adapters)
+        made = gate_to_codes if codes else gate_and_multiply
+        return made(product, source, linear.bias, linear.activation)
 
     def _onto(
         self,
         residual: Tensor,
         linear: Linear,
-        x: Tensor,
+        x: Tensor | Fp8Rows,
         norm: Tensor | None,
         after: Tensor | None = None,
         adapters: StepAdapters | None = None,
+        following: AnyLinear | None = None,
     ) -> Scaled:
-        """residual += linear(x), normed by `after` if given; then scaled for its norm, if any."""
-        if norm is not None and after is None:
+        """residual += linear(x), normed by `after` if given; then scaled for its norm, if any, and
+        for the product that follows."""
+        if norm is not None and after is None and isinstance(x, Tensor):
             found = self._fused_onto(residual, linear, x, norm, adapters)
             if found:
                 return found
@@ -236,7 +256,8 @@ class Forward:
             part += linear.bias
         if isinstance(linear, SummedLinear):
             part = linear.group.sum(part)
-        return scale_rows(residual, norm, self._epsilon, part[None], after)
+        codes = following is not None and self._reads_codes(residual, following, adapters)
+        return scale_rows(residual, norm, self._epsilon, part[None], after, codes=codes)
 
     def _fused_onto(
         self,

@@ -7,6 +7,8 @@ row has the same bits in both.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,35 +24,51 @@ def library_multiplies(weight: Fp8Weight) -> bool:
     return all(size % LIBRARY_MULTIPLE == 0 for size in weight.shape) and weight.codes.is_cuda
 
 
-def library_product(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """x [M, K] @ weight.T, in x's type."""
-    codes, scales = fp8_rows(x)
+class Fp8Rows(NamedTuple):
+    codes: Tensor  # [M, K]
+    scales: Tensor  # [M], float32
+
+
+def library_product(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """x [M, K] @ weight.T, in dtype."""
+    codes, scales = fp8_rows(x) if isinstance(x, Tensor) else x
     row_scales, column_scales = scales.unsqueeze(1), weight.scales.unsqueeze(0)
     return torch._scaled_mm(
-        codes, weight.codes.t(), row_scales, column_scales, out_dtype=x.dtype, use_fast_accum=False
+        codes, weight.codes.t(), row_scales, column_scales, out_dtype=dtype, use_fast_accum=False
     )
 
 
-def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> codes [M, K] and scales [M]."""
+def empty_rows(rows: int, size: int, device: torch.device) -> Fp8Rows:
+    codes = torch.empty(rows, size, dtype=FP8, device=device)
+    return Fp8Rows(codes, torch.empty(rows, dtype=torch.float32, device=device))
+
+
+def row_warps(block: int) -> int:
+    """Of a program that reads a row of `block` elements."""
+    return min(max(block // 512, 1), 16)
+
+
+def fp8_rows(x: Tensor) -> Fp8Rows:
     rows, size = x.shape
-    codes = torch.empty(rows, size, dtype=FP8, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(size)
-    warps = min(max(block // 512, 1), 16)
-    _fp8_rows[(rows,)](x, codes, scales, SIZE=size, BLOCK=block, num_warps=warps)
-    return codes, scales
+    found, block = empty_rows(rows, size, x.device), triton.next_power_of_2(size)
+    _fp8_rows[(rows,)](x, *found, SIZE=size, BLOCK=block, num_warps=row_warps(block))
+    return found
 
 
 @triton.jit
 def _fp8_rows(x_pointer, codes_pointer, scales_pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    x = tl.load(x_pointer + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_pointer + row * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    store_codes(codes_pointer, scales_pointer, x, row, column, SIZE)
+
+
+@triton.jit
+def store_codes(codes_pointer, scales_pointer, x, row, column, SIZE: tl.constexpr):
+    """Those of a row x, float32, zero beyond SIZE."""
     peak = tl.maximum(tl.max(tl.abs(x), axis=0), LEAST)
     codes = (x * tl.div_rn(GREATEST, peak)).to(codes_pointer.dtype.element_ty)
-    tl.store(codes_pointer + row * SIZE + column, codes, mask=inside)
+    tl.store(codes_pointer + row * SIZE + column, codes, mask=column < SIZE)
     tl.store(scales_pointer + row, peak * INVERSE)
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.gpu.fixed_order import inverse_size, squares_of_row
+from baton.kernels.gpu.fp8_rows import Fp8Rows, empty_rows, store_codes
 
 FEW_ROWS = 256
 """Up to this many rows latency counts: more warps, one 16-byte load per thread."""
@@ -30,10 +31,17 @@ class Scaled:
     x: Tensor  # [M, K]
     squares: Tensor | None  # [parts, M], float32: each part's sum of squares of the residual
     epsilon: float
+    scales: Tensor | None = None  # [M], float32, where x are FP8 codes
+
+    @property
+    def read(self) -> Tensor | Fp8Rows:
+        """What a product reads."""
+        return self.x if self.scales is None else Fp8Rows(self.x, self.scales)
 
     def rows(self, chosen: slice | Tensor) -> Scaled:
         squares = None if self.squares is None else self.squares[:, chosen]
-        return Scaled(self.x[chosen], squares, self.epsilon)
+        scales = None if self.scales is None else self.scales[chosen]
+        return Scaled(self.x[chosen], squares, self.epsilon, scales)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -47,11 +55,13 @@ def scale_rows(
     epsilon: float,
     parts: Tensor | None = None,
     after: Tensor | None = None,
+    *,
+    codes: bool = False,
 ) -> Scaled:
     """residual [T, H] += the sum of parts [n, T, H], or of one part, normed with weight `after`
-    [H]; then scaled by weight [H], or without one left as it is."""
+    [H]; then scaled by weight [H], or without one left as it is. `codes`: as FP8 codes."""
     normed = residual.dtype is torch.float16
-    return _launch(residual, weight, epsilon, parts, after=after, normed=normed)
+    return _launch(residual, weight, epsilon, parts, after=after, normed=normed, codes=codes)
 
 
 def embed(
@@ -80,12 +90,16 @@ def _launch(
     after: Tensor | None = None,
     scale: float = 1.0,
     normed: bool,
+    codes: bool = False,
 ) -> Scaled:
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
-    out, squares = residual, None
+    out, squares, scales = residual, None, None
     if weight is not None:
-        out = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
+        if codes:
+            out, scales = empty_rows(rows, size, residual.device)
+        else:
+            out = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
         squares = None if normed else residual.new_empty(1, rows, dtype=torch.float32)
     tokens, embedding = gathered or (residual, residual)
     _rows[(rows,)](
@@ -97,6 +111,7 @@ def _launch(
         residual if after is None else after,
         out,
         out if squares is None else squares,
+        out if scales is None else scales,
         epsilon,
         scale,
         residual.stride(0),
@@ -107,12 +122,13 @@ def _launch(
         AFTER=after is not None,
         WEIGHED=weight is not None,
         NORMED=normed,
+        CODES=scales is not None,
         SIZE=size,
         BLOCK=block,
         num_warps=_warps(rows, block),
         enable_fp_fusion=False,
     )
-    return Scaled(out, squares, epsilon)
+    return Scaled(out, squares, epsilon, scales)
 
 
 def _warps(rows: int, block: int) -> int:
@@ -130,6 +146,7 @@ def _rows(
     after_pointer,
     out_pointer,
     squares_pointer,
+    scales_pointer,
     epsilon,
     scale,
     residual_stride,
@@ -140,6 +157,7 @@ def _rows(
     AFTER: tl.constexpr,
     WEIGHED: tl.constexpr,
     NORMED: tl.constexpr,
+    CODES: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -165,7 +183,7 @@ def _rows(
             part_x = part_x * size * after
             part_x = part_x.to(source.dtype).to(tl.float32)
         x += part_x
-    dtype = out_pointer.dtype.element_ty
+    dtype = residual_pointer.dtype.element_ty
     if PARTS > 0:
         tl.store(residual_at, x.to(dtype), mask=inside)
         x = x.to(dtype).to(tl.float32)
@@ -176,4 +194,9 @@ def _rows(
             x = x * inverse_size(squares, epsilon, SIZE)
         else:
             tl.store(squares_pointer + row, squares)
-        tl.store(out_pointer + row * SIZE + column, (x * weight).to(dtype), mask=inside)
+        scaled = (x * weight).to(dtype)
+        if CODES:
+            scaled = scaled.to(tl.float32)
+            store_codes(out_pointer, scales_pointer, scaled, row, column, SIZE)
+        else:
+            tl.store(out_pointer + row * SIZE + column, scaled, mask=inside)

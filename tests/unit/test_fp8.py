@@ -17,8 +17,10 @@ from baton.core.config import parse
 from baton.core.errors import InvalidConfig
 from baton.engine.engine import Engine
 from baton.kernels.fp8 import fp8_product, quantize_to_fp8
-from baton.kernels.gpu.fp8_rows import fp8_rows
+from baton.kernels.gpu.fp8_rows import Fp8Rows, fp8_rows
+from baton.kernels.gpu.gate import gate_and_multiply, gate_to_codes
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
+from baton.kernels.gpu.norm import Scaled, scale_rows
 from baton.kernels.linear import Activation
 
 SHAPES = [(1, 128, 64), (3, 80, 272), (17, 256, 48), (70, 64, 128)]
@@ -50,6 +52,33 @@ def test_rows_have_the_codes_of_the_definition(device: torch.device, size: int) 
         wanted = quantize_to_fp8(x)
         assert torch.equal(codes.view(torch.uint8), wanted.codes.view(torch.uint8))
         assert torch.equal(scales, wanted.scales)
+
+
+@pytest.mark.parametrize("size", [16, 100, 576])
+def test_a_norm_and_a_gate_leave_the_codes_of_what_they_would_leave(
+    device: torch.device, size: int
+) -> None:
+    torch.manual_seed(size)
+    for dtype in types_for(device, torch.bfloat16):
+        residual, part = (torch.randn(2, 5, size) * 3).to(device, dtype)
+        norm, other = torch.randn(size).to(device, dtype), residual.clone()
+        plain = scale_rows(residual, norm, 1e-5, part[None])
+        found = scale_rows(other, norm, 1e-5, part[None], codes=True)
+        assert torch.equal(residual, other)
+        assert found.squares is not None
+        assert plain.squares is not None
+        assert torch.equal(found.squares, plain.squares)
+        assert_same_codes(found.read, fp8_rows(plain.x))
+        gate_up, bias = torch.randn(6, 2 * size).to(device, dtype).split([5, 1])
+        for source, biases in ((plain, None), (Scaled(plain.x, None, 1e-5), bias[0])):
+            gated = gate_and_multiply(gate_up, source, biases, "silu")
+            assert_same_codes(gate_to_codes(gate_up, source, biases, "silu"), fp8_rows(gated))
+
+
+def assert_same_codes(found: Tensor | Fp8Rows, wanted: Fp8Rows) -> None:
+    assert isinstance(found, Fp8Rows)
+    assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+    assert torch.equal(found.scales, wanted.scales)
 
 
 @pytest.mark.parametrize("bias", [False, True])
