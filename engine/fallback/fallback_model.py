@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from baton.core.errors import InvalidCheckpoint, UnsupportedModel
 from baton.engine.checkpoint import checkpoint_files
 from baton.engine.fallback.attention_interface import NAME, PagedStep, PassingCache, running
-from baton.engine.fallback.inspection import read_class
+from baton.engine.fallback.inspection import first_line, read_class
 from baton.engine.model_choice import FallbackArchitecture
 from baton.engine.runner import StepRunner
 from baton.engine.step import ChunkInputs
@@ -184,7 +184,15 @@ def load_fallback(
                 f" ({len(named)} such tensors)"
             )
     loaded = FallbackModel(model.eval().to(device), architecture)
-    _check_model(loaded, dtype, device)
+    try:
+        _check_model(loaded, dtype, device)
+    except torch.OutOfMemoryError:
+        raise  # another device may have room
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"transformers cannot run {architecture.class_name} with this config:"
+            f" {first_line(error)}"
+        ) from error
     return loaded
 
 

@@ -100,7 +100,7 @@ def read_class(folder: Path) -> tuple[Any, Any]:
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(
             f"model type {kind!r} is not part of transformers {transformers.__version__}, and code"
-            f" that ships with a model is never run ({_first_line(error)})"
+            f" that ships with a model is never run ({first_line(error)})"
         ) from error
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     name = known.get(config.model_type)
@@ -224,7 +224,7 @@ def _run_without_weights(config: Any, model_class: Any, seen: _Observed) -> str:
         if error.args == (INSPECTION,):  # it looks for attention in a table of its own
             raise UnsupportedModel(_NO_INTERFACE.format(seen.name)) from error
         raise UnsupportedModel(
-            f"{seen.name} cannot be inspected without weights: {_first_line(error)}"
+            f"{seen.name} cannot be inspected without weights: {first_line(error)}"
         ) from error
     names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     found = [names[id(module)] for module in bodies if names[id(module)]]
@@ -271,5 +271,6 @@ def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:
     return nested or [parameters]
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of the error's message; its type's name where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

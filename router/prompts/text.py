@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from baton.core import model_store
 from baton.core.errors import (
+    InvalidCheckpoint,
     InvalidRequest,
     PromptTooLong,
     TokenOutOfRange,
@@ -229,7 +230,7 @@ class TextFiles:
         """As in tokenizer.json, with the tokens that other files add, but without truncation and
         padding."""
         if (self._folder / "tokenizer.json").is_file():
-            made = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+            made = _read_tokenizer(self._folder / "tokenizer.json")
         elif (self._folder / model_store.SENTENCEPIECE_FILE).is_file():
             made = Tokenizer.from_str(model_store.convert_sentencepiece(self._folder))
         else:
@@ -292,6 +293,13 @@ class TextFiles:
         if not isinstance(size, int):
             raise UnsupportedModel(f"{self._folder}/config.json does not say vocab_size")
         return size
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower type
+        raise InvalidCheckpoint(f"{path} is not a tokenizer: {error}") from error
 
 
 def _token_text(token: object) -> str:

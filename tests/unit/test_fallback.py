@@ -198,6 +198,24 @@ def test_code_that_ships_with_a_model_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        TinyModel("camembert", {"is_decoder": True, "hidden_size": 64}),  # positions after padding
+        TinyModel("glm4_moe_lite", {**FOREIGN_MODELS["minicpm3-short-values"].settings}).changed(
+            num_key_value_heads=2, first_k_dense_replace=4
+        ),
+    ],
+    ids=lambda model: model.family,
+)
+def test_a_config_that_transformers_itself_cannot_run_is_refused(
+    model: TinyModel, tmp_path: Path
+) -> None:
+    save(model, tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"^transformers cannot run \w+ with this config: .+"):
+        load(tmp_path)
+
+
 def broken(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 

@@ -286,9 +286,10 @@ def test_a_folder_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> No
 
 def test_a_broken_file_is_named(variant: Variant, tmp_path: Path) -> None:
     variant()
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InvalidConfig, match=r"config\.json"):
-        Text.load(tmp_path)
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_text("{")
+        with pytest.raises(InvalidConfig, match=name.replace(".", r"\.")):
+            Text.load(tmp_path)
 
 
 def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
