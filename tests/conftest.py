@@ -44,7 +44,9 @@ FOLDERS = ("simulation", "cluster", "contract", "unit", "gpu", "page", "clients"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FOLDERS.index(item.path.parent.name))
+    from shares import ONCE
+
+    items.sort(key=lambda item: (FOLDERS.index(item.path.parent.name), item.path.stem not in ONCE))
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fault_table
+import openai
 import pytest
 import recoveries
 from network import Host, Network
@@ -16,9 +17,11 @@ SIZES: dict[str, object] = {"kv_memory": "512MiB", "threads": 1}
 TREE: dict[str, object] = {"prefill": SIZES, "decode": SIZES}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    """The embedded model on one prefill and one decode worker."""
+    """The embedded model on one prefill and one decode worker.
+
+    Neither this nor the next cluster outlives the last test here: an idle one takes CPU, too."""
     with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("embedded"), tree=TREE) as cluster:
         yield cluster
 
@@ -38,7 +41,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_shallow_model(tmp_path_factory.mktemp("model") / "shallow")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shallow_pair(
     shallow: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProcessCluster]:
@@ -88,6 +91,18 @@ def shallow_idle(shallow_pair: ProcessCluster) -> Iterator[ProcessCluster]:
     """As `idle`, of its first layers."""
     yield shallow_pair
     shallow_pair.wait_idle()
+
+
+@pytest.fixture
+def sdk(idle: ProcessCluster) -> Iterator[openai.OpenAI]:
+    with idle.sdk() as client:
+        yield client
+
+
+@pytest.fixture
+def shallow_sdk(shallow_idle: ProcessCluster) -> Iterator[openai.OpenAI]:
+    with shallow_idle.sdk() as client:
+        yield client
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -34,10 +34,6 @@ def cluster(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield cluster
 
 
-def sdk(cluster: ProcessCluster) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
-
-
 def start(client: openai.OpenAI, endpoint: str, bodies: dict[str, dict[str, object]]) -> Batch:
     lines = [
         {"custom_id": name, "method": "POST", "url": endpoint, "body": {"model": MODEL, **body}}
@@ -56,7 +52,7 @@ def wait(client: openai.OpenAI, batch: Batch, until: Callable[[Batch], bool]) ->
     deadline = time.monotonic() + SECONDS
     while not until(batch):
         assert time.monotonic() < deadline, batch
-        time.sleep(0.05)
+        time.sleep(0.02)
         batch = client.batches.retrieve(batch.id)
     return batch
 
@@ -82,12 +78,12 @@ def test_a_batch_outlives_its_router(cluster: ProcessCluster, tmp_path: Path) ->
     asked = {
         f"q{index}": {
             "messages": [{"role": "user", "content": f"Name {index} animals."}],
-            "max_tokens": 12,
+            "max_tokens": 6 * index,  # the first is answered long before the last
             "temperature": 0,
         }
         for index in range(2, 10)
     }
-    with sdk(cluster) as client:
+    with cluster.sdk() as client:
         batch = start(client, "/v1/chat/completions", asked)
         batch = wait(
             client, batch, lambda it: bool(it.request_counts and it.request_counts.completed)
@@ -95,7 +91,7 @@ def test_a_batch_outlives_its_router(cluster: ProcessCluster, tmp_path: Path) ->
         assert batch.status == "in_progress"
     cluster.router.kill()
     cluster.start_router()
-    with sdk(cluster) as client:
+    with cluster.sdk() as client:
         batch = wait(client, batch, is_completed)
         answers = output(client, batch)
         assert answers.keys() == asked.keys()
@@ -119,7 +115,7 @@ def test_other_endpoints_are_served(
 ) -> None:
     body = {"model": MODEL, "temperature": 0, **body}
     live = httpx.post(f"http://{cluster.http}{endpoint}", json=body, timeout=SECONDS).json()
-    with sdk(cluster) as client:
+    with cluster.sdk() as client:
         batch = start(client, endpoint, {"a": body})
         batch = wait(client, batch, is_completed)
         assert texts(output(client, batch)["a"][said]) == texts(live[said]) != []
@@ -139,7 +135,7 @@ def test_a_batch_pauses_for_another_request(cluster: ProcessCluster) -> None:
     """Counted in tokens, which no machine's speed changes."""
     told = {"prompt": "Once upon a time", "max_tokens": STORY_TOKENS, "temperature": 0.0}
     bodies = {f"story-{index}": {**told, **NO_END} for index in range(4)}
-    with sdk(cluster) as client:
+    with cluster.sdk() as client:
         alone = client.completions.create(model=MODEL, extra_body=NO_END, **told)  # type: ignore[call-overload]
         before = generated(cluster)
         batch = start(client, "/v1/completions", bodies)

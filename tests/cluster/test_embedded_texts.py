@@ -68,9 +68,7 @@ def test_vectors_are_those_of_transformers(http: httpx.Client, pooling: str) -> 
 
 def test_the_sdk_reads_them_and_dimensions_cut_them(shallow_idle: ProcessCluster) -> None:
     whole = expected(TEXTS[0], "last")[:8]
-    with openai.OpenAI(
-        base_url=f"http://{shallow_idle.http}/v1", api_key="none", max_retries=0
-    ) as sdk:
+    with shallow_idle.sdk() as sdk:
         # The SDK asks for base64 by itself.
         answer = sdk.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=8)
         (found,) = answer.data

@@ -26,12 +26,6 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture
-def sdk(idle: ProcessCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
 def http(idle: ProcessCluster) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://{idle.http}", timeout=60) as client:
         yield client

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 from processes import ProcessCluster
@@ -52,7 +51,7 @@ def test_a_prompt_is_echoed_with_transformers_probabilities(
     with shallow_idle.client() as client:
         tokens = list(client.tokenize(PROMPT).token_ids)
     body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 2, "temperature": 0}
-    with openai.OpenAI(base_url=f"http://{shallow_idle.http}/v1", api_key="none") as sdk:
+    with shallow_idle.sdk() as sdk:
         asked = sdk.completions.create(model=MODEL, stream=stream, **body)  # type: ignore[call-overload]
         choices = [each.choices[0] for each in asked] if stream else [asked.choices[0]]
     text = "".join(each.text for each in choices)
@@ -84,7 +83,7 @@ def test_a_prompt_has_its_probabilities_wherever_it_is_read_and_whatever_is_cach
 def test_the_sdk_reads_them_whole_and_streamed_for_every_answer(
     shallow_idle: ProcessCluster,
 ) -> None:
-    with openai.OpenAI(base_url=f"http://{shallow_idle.http}/v1", api_key="none") as sdk:
+    with shallow_idle.sdk() as sdk:
         options = {"model": MODEL, "n": 2, "seed": 3, "max_tokens": 6, "logprobs": True}
         messages = [{"role": "user", "content": "Name a colour."}]
         whole = sdk.chat.completions.create(messages=messages, top_logprobs=2, **options)  # type: ignore[call-overload]

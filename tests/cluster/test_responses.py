@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import openai
 import pytest
-from processes import ProcessCluster
 from pydantic import BaseModel, Field
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -27,12 +25,6 @@ TOOLS = [
 class City(BaseModel):
     name: str = Field(max_length=20)
     large: bool
-
-
-@pytest.fixture
-def sdk(idle: ProcessCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_question_is_answered_and_kept(sdk: openai.OpenAI) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Literal
 
 import openai
@@ -25,29 +24,14 @@ class City(BaseModel):
     rivers: list[Literal["Seine", "Tiber", "Ebro"]] = Field(max_length=2)
 
 
-@pytest.fixture
-def embedded_sdk(idle: ProcessCluster) -> Iterator[openai.OpenAI]:
-    """Of the whole model, which ends an object by itself."""
-    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def sdk(shallow_idle: ProcessCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"http://{shallow_idle.http}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
-
-
 ASKED = [{"role": "user", "content": "Tell me about Paris."}]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_sdk_parses_answers_into_a_model_of_its_own(
-    sdk: openai.OpenAI, temperature: float
+    shallow_sdk: openai.OpenAI, temperature: float
 ) -> None:
-    answer = sdk.chat.completions.parse(
+    answer = shallow_sdk.chat.completions.parse(
         model=MODEL,
         messages=ASKED,  # type: ignore[arg-type]
         response_format=City,
@@ -60,8 +44,9 @@ def test_the_sdk_parses_answers_into_a_model_of_its_own(
         assert choice.finish_reason == "stop"
 
 
-def test_a_streamed_object_is_json_to_its_end(embedded_sdk: openai.OpenAI) -> None:
-    chunks = embedded_sdk.chat.completions.create(
+def test_a_streamed_object_is_json_to_its_end(sdk: openai.OpenAI) -> None:
+    """Of the whole model, which ends an object by itself."""
+    chunks = sdk.chat.completions.create(
         model=EMBEDDED_NAME,
         messages=ASKED,  # type: ignore[arg-type]
         response_format={"type": "json_object"},
@@ -79,10 +64,10 @@ def test_a_streamed_object_is_json_to_its_end(embedded_sdk: openai.OpenAI) -> No
 
 
 def test_regular_expressions_and_grammars_are_fields_of_their_own(
-    sdk: openai.OpenAI, shallow_idle: ProcessCluster
+    shallow_sdk: openai.OpenAI, shallow_idle: ProcessCluster
 ) -> None:
     body = {"regex": r"(yes|no)\.", "logprobs": 1}
-    answer = sdk.completions.create(model=MODEL, prompt="Is it so?", extra_body=body)
+    answer = shallow_sdk.completions.create(model=MODEL, prompt="Is it so?", extra_body=body)
     assert answer.choices[0].text in ("yes.", "no.")
     with shallow_idle.client() as client:
         lark = 'start: "Paris" | "London"'
@@ -91,10 +76,10 @@ def test_regular_expressions_and_grammars_are_fields_of_their_own(
         assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', told)
 
 
-def test_a_bad_structure_is_named(sdk: openai.OpenAI, shallow_idle: ProcessCluster) -> None:
+def test_a_bad_structure_is_named(shallow_sdk: openai.OpenAI, shallow_idle: ProcessCluster) -> None:
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
     with pytest.raises(openai.BadRequestError, match="strin") as refused:
-        sdk.chat.completions.create(model=MODEL, messages=ASKED, response_format=bad)  # type: ignore[call-overload]
+        shallow_sdk.chat.completions.create(model=MODEL, messages=ASKED, response_format=bad)  # type: ignore[call-overload]
     assert (refused.value.param, refused.value.code) == ("response_format", "invalid_grammar")
     with shallow_idle.client() as client:
         with pytest.raises(baton.InvalidGrammar, match="unclosed"):

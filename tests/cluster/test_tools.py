@@ -4,7 +4,6 @@ themselves."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import openai
 import pytest
@@ -27,18 +26,10 @@ TOOLS = [
 NEWS = {"type": "function", "function": {"name": "get_news"}}
 
 
-@pytest.fixture
-def sdk(shallow_idle: ProcessCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"http://{shallow_idle.http}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
-
-
 @pytest.mark.parametrize("choice", ["required", NEWS])
-def test_a_call_that_must_be_made_is_made(sdk: openai.OpenAI, choice: object) -> None:
+def test_a_call_that_must_be_made_is_made(shallow_sdk: openai.OpenAI, choice: object) -> None:
     options = {"model": MODEL, "messages": ASKED, "tools": TOOLS, "tool_choice": choice}
-    answer = sdk.chat.completions.create(temperature=1, seed=1, **options)  # type: ignore[call-overload]
+    answer = shallow_sdk.chat.completions.create(temperature=1, seed=1, **options)  # type: ignore[call-overload]
     for item in answer.choices:
         assert (item.finish_reason, item.message.content) == ("tool_calls", None)
         (call,) = item.message.tool_calls
@@ -50,10 +41,10 @@ def test_a_call_that_must_be_made_is_made(sdk: openai.OpenAI, choice: object) ->
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_with_a_schema_an_answer_calls_a_tool_or_keeps_to_it(
-    sdk: openai.OpenAI, choice: str
+    shallow_sdk: openai.OpenAI, choice: str
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "days", "schema": DAYS}}
-    answer = sdk.chat.completions.create(  # type: ignore[call-overload]
+    answer = shallow_sdk.chat.completions.create(  # type: ignore[call-overload]
         model=MODEL,
         messages=ASKED,
         tools=TOOLS,
@@ -71,24 +62,24 @@ def test_with_a_schema_an_answer_calls_a_tool_or_keeps_to_it(
         assert calls or choice == "auto"
 
 
-def test_a_streamed_call_joins_to_the_whole(sdk: openai.OpenAI) -> None:
+def test_a_streamed_call_joins_to_the_whole(shallow_sdk: openai.OpenAI) -> None:
     options = {"model": MODEL, "messages": ASKED, "tools": TOOLS, "tool_choice": NEWS}
-    with sdk.chat.completions.stream(temperature=0, **options) as stream:  # type: ignore[call-overload]
+    with shallow_sdk.chat.completions.stream(temperature=0, **options) as stream:  # type: ignore[call-overload]
         pieces = [event for event in stream if event.type.endswith("arguments.delta")]
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
-    whole = sdk.chat.completions.create(temperature=0, **options)  # type: ignore[call-overload]
+    whole = shallow_sdk.chat.completions.create(temperature=0, **options)  # type: ignore[call-overload]
     assert len(pieces) > 3
     assert call.function.arguments == whole.choices[0].message.tool_calls[0].function.arguments
 
 
-def test_a_result_goes_back_and_the_model_may_say_what_it_likes(sdk: openai.OpenAI) -> None:
+def test_a_result_goes_back_and_the_model_may_say_what_it_likes(shallow_sdk: openai.OpenAI) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "get_news", "arguments": "{}"}}
     messages = [
         *ASKED,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "It rains."},
     ]
-    answer = sdk.chat.completions.create(
+    answer = shallow_sdk.chat.completions.create(
         model=MODEL,
         messages=messages,  # type: ignore[arg-type]
         tools=TOOLS,  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import openai
 import yaml
 from forks import Forked, Started
 
@@ -185,6 +186,9 @@ class ProcessCluster:
 
     def client(self) -> Client:
         return Client(self.address)
+
+    def sdk(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://{self.http}/v1", api_key="none", max_retries=0)
 
     def metric(self, worker: str, name: str) -> float:
         """One of a worker's own metrics."""
