@@ -212,7 +212,7 @@ def test_a_config_that_transformers_itself_cannot_run_is_refused(
     model: TinyModel, tmp_path: Path
 ) -> None:
     save(model, tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"^transformers cannot run \w+ with this config: .+"):
+    with pytest.raises(UnsupportedModel, match=r"^transformers cannot run \w+ with this config: "):
         load(tmp_path)
 
 
