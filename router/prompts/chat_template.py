@@ -59,17 +59,24 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         # As gpt-oss's template calls it.
         self._reasoning = "thinking" if "message.thinking" in source else "reasoning_content"
+        self._in_parts = "type" in source and self._shows_parts_alone()
 
     def render(self, chat: ChatPrompt) -> str:
         """The chat as text that ends as it says; by default where the assistant's answer
         begins."""
         if chat.end == "continued":
             return self._continued(chat)
+        messages = [_message(message, self._reasoning) for message in chat.messages]
+        if self._in_parts:
+            messages = [each | {"content": _parts(each["content"])} for each in messages]
+        return self._render(chat, messages)
+
+    def _render(self, chat: ChatPrompt, messages: list[dict[str, object]]) -> str:
         pieces = self._template.generate(
             {
                 **json.loads(chat.template_kwargs),
                 **self._special_tokens,
-                "messages": [_message(message, self._reasoning) for message in chat.messages],
+                "messages": messages,
                 "tools": [_tool(tool) for tool in chat.tools] or None,
                 "documents": None,
                 "add_generation_prompt": chat.end == "open",
@@ -84,6 +91,19 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses the messages{why}", field="chat.messages"
             ) from error
+
+    def _shows_parts_alone(self) -> bool:
+        """Whether a message's text is lost as a string and shown as a list of parts, as in some
+        templates of models that also take images."""
+        mark = secrets.token_hex(16)
+
+        def shows(content: object) -> bool:
+            try:
+                return mark in self._render(ChatPrompt(()), [{"role": "user", "content": content}])
+            except InvalidRequest:
+                return False
+
+        return not shows(mark) and shows(_parts(mark))
 
     def _continued(self, chat: ChatPrompt) -> str:
         """Cut where the last message's content ends, before what the template closes it with."""
@@ -113,6 +133,10 @@ def _message(message: Message, reasoning: str) -> dict[str, object]:
     }
     present = {key: value for key, value in optional.items() if value}
     return {"role": message.role, "content": message.content, **present}
+
+
+def _parts(content: object) -> list[dict[str, object]]:
+    return [{"type": "text", "text": content}]
 
 
 def _call(call: ToolCall) -> dict[str, object]:

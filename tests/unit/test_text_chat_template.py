@@ -70,6 +70,23 @@ def test_a_template_renders_as_in_transformers(source: str) -> None:
     assert ChatTemplate(source, SPECIAL).render(ChatPrompt(CHAT)) == wanted[0]
 
 
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% else %}<image>{% endif %}{% endfor %};{% endfor %}"
+)
+
+
+def test_text_reaches_a_template_that_shows_lists_of_parts_alone() -> None:
+    chat = [
+        {"role": each.role, "content": [{"type": "text", "text": each.content}]} for each in CHAT
+    ]
+    wanted, _ = render_jinja_template([chat], chat_template=PARTS)
+    assert ChatTemplate(PARTS, {}).render(ChatPrompt(CHAT, end="closed")) == wanted[0]
+    both = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    both += "parts{{ m.content[0]['type'] }}{% endif %}{% endfor %}"
+    assert "parts" not in ChatTemplate(both, {}).render(ChatPrompt(CHAT))
+
+
 def test_strftime_now_is_the_local_date() -> None:
     rendered = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(ChatPrompt(CHAT))
     assert abs(int(rendered) - datetime.now().year) <= 1
