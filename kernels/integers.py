@@ -1,11 +1,11 @@
 """Numbers as integer codes: weights, keys and values.
 
-Products are of weights, which have a scale for each group of inputs, in int4 an offset too, and
-rows in int16, which have one scale each.
+Products are of weights, which have a scale and an offset for each group of inputs, and rows in
+int16, which have one scale each.
 
     x @ weight.T = row's scale * sum over groups of
                    (sum of codes' products) * (output's scale)
-                   + (sum of the row's codes) * (output's offset), of int4
+                   + (sum of the row's codes) * (output's offset)
 
 A group's sums are of integers, exact in any order, then rounded to float32; groups are added in
 order. So a row's result does not depend on the other rows, on tiles or on threads. Compiled code
@@ -28,9 +28,6 @@ from torch.nn import functional
 
 from baton.kernels import SCALE_BYTES
 
-GROUP = 32
-"""Inputs of int4 with one scale and offset."""
-
 MOST = 127.0
 MOST_OF_ROW = 127.0 * 256
 """So that its upper byte is a code of int8, and its lower byte another."""
@@ -40,9 +37,11 @@ LEAST_PEAK = 1e-30
 
 Bits = Literal[4, 8]
 
-GROUPS: dict[Bits, int] = {4: GROUP, 8: 64}
-"""Inputs with one scale; a weight's last may be fewer. With more, int8 comes near the gates of
-quality; with fewer, sums leave a CPU's integer units more often."""
+GROUP = 32
+GROUPS: dict[Bits, int] = {4: GROUP, 8: 256}
+"""Inputs with one scale and offset; a weight's last may be fewer. With more, int8 comes near the
+gates of quality; with fewer, sums leave a CPU's integer units more often. Sums of up to 512 fit
+into 32 bits, and those of a row's codes into float32."""
 
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Of the range of a group's numbers, for int4."""
@@ -56,12 +55,9 @@ class IntegerWeight(NamedTuple):
 
     codes: Tensor  # [outputs, inputs], int8; those of int4 are from -8 to 7
     scales: Tensor  # [outputs, groups], float32
-    offsets: Tensor | None  # of int4: [outputs, groups], float32
+    offsets: Tensor  # [outputs, groups], float32
+    bits: Bits
     dtype: torch.dtype
-
-    @property
-    def bits(self) -> Bits:
-        return 8 if self.offsets is None else 4
 
     @property
     def device(self) -> torch.device:
@@ -76,13 +72,24 @@ class IntegerWeight(NamedTuple):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
         """With each tensor changed."""
-        offsets = None if self.offsets is None else change(self.offsets)
-        return IntegerWeight(change(self.codes), change(self.scales), offsets, self.dtype)
+        codes, scales, offsets = map(change, (self.codes, self.scales, self.offsets))
+        return IntegerWeight(codes, scales, offsets, self.bits, self.dtype)
 
 
 def quantize_to_int8(weight: Tensor) -> IntegerWeight:
     """weight [outputs, inputs]"""
-    return _weight(weight, *_quantize(_grouped(weight.float(), GROUPS[8]), MOST))
+    parts = [_int8_codes(some) for some in torch.split(weight.float(), GROUPS[8], dim=1)]
+    codes, scales, offsets = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+    return IntegerWeight(codes, scales, offsets, 8, weight.dtype)
+
+
+def _int8_codes(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and offset of a group [outputs, inputs]: its least and its greatest number have
+    the outermost codes. A scale alone loses a tenth more."""
+    least, most = numbers.aminmax(dim=1, keepdim=True)
+    scales = (most - least).clamp_(min=LEAST_PEAK) / 255
+    codes = ((numbers - least) / scales).round_().sub_(128)
+    return codes.to(torch.int8), scales, least + 128 * scales
 
 
 def quantize_to_int4(weight: Tensor) -> IntegerWeight:
@@ -95,7 +102,8 @@ def quantize_to_int4(weight: Tensor) -> IntegerWeight:
         torch.cat(each).view(groups.shape[:2])
         for each in ([part.scales for part in parts], [part.offsets for part in parts])
     )
-    return _weight(weight, codes.view(groups.shape), scales, offsets)
+    codes = codes.to(torch.int8).view(len(weight), -1)[:, : weight.shape[1]]
+    return IntegerWeight(codes.contiguous(), scales, offsets, 4, weight.dtype)
 
 
 class _Int4Codes(NamedTuple):
@@ -153,14 +161,6 @@ def _in_range(numbers: Tensor, least: Tensor, most: Tensor, share: Tensor | floa
     return (numbers - low).mul_(per_step).round_().clamp_(0, 15).sub_(8)
 
 
-def _weight(
-    weight: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None = None
-) -> IntegerWeight:
-    """With the codes of groups."""
-    codes = codes.to(torch.int8).flatten(1)[:, : weight.shape[1]]
-    return IntegerWeight(codes.contiguous(), scales, offsets, weight.dtype)
-
-
 def integer_product(x: Tensor, weight: IntegerWeight) -> Tensor:
     """x [rows, inputs] -> [rows, outputs], float32, without rounding to x's type."""
     codes, scales = _quantize(x.float(), MOST_OF_ROW)
@@ -169,8 +169,7 @@ def integer_product(x: Tensor, weight: IntegerWeight) -> Tensor:
         part = slice(group * size, (group + 1) * size)
         sums = torch.mm(codes[:, part].double(), weight.codes[:, part].double().t())  # exact
         total += sums.float() * factors
-        if weight.offsets is not None:
-            total += codes[:, part].sum(dim=1, keepdim=True) * weight.offsets[:, group]
+        total += codes[:, part].sum(dim=1, keepdim=True) * weight.offsets[:, group]
     return total * scales.unsqueeze(1)
 
 

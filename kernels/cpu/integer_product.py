@@ -1,6 +1,6 @@
 """Products of codes (kernels/integers.py) for product.py. A panel has its weights and then its
-outputs' scales, group by group, and their offsets; a block has its rows' codes, then their scales,
-and for int4 the sums of codes, group by group. A group is summed part by part (integer_codes.py).
+outputs' scales, group by group, and their offsets; a block has its rows' codes, then their scales
+and the sums of codes, group by group. A group is summed part by part (integer_codes.py).
 What one instruction adds to a sum decides how codes lie:
 
     Arm's SDOT           four products of bytes: four inputs of an output together; of a row's codes
@@ -71,16 +71,15 @@ def tile_sizes() -> tuple[int, int]:
 
 
 def panel_depth(inputs: _Size, bits: Bits) -> _Size:
-    """Lanes of each output, scales included."""
-    return code_lanes(inputs, bits) + group_count(inputs, bits) * (8 // bits)
+    """Lanes of each output, scales and offsets included."""
+    return code_lanes(inputs, bits) + group_count(inputs, bits) * 2
 
 
 def block_depth(inputs: _Size, bits: Bits) -> _Size:
     """Lanes of each row, its scale and sums included."""
     if compiler.has_byte_dot():
         return integer_rows.block_depth(inputs, bits)
-    lanes = inputs // INPUTS_OF_LANE * BYTES + 1
-    return lanes if bits == 8 else lanes + group_count(inputs, bits)
+    return inputs // INPUTS_OF_LANE * BYTES + 1 + group_count(inputs, bits)
 
 
 def suits(weight: IntegerWeight) -> bool:
@@ -93,10 +92,10 @@ def packed(weight: IntegerWeight, panel: int) -> Tensor:
     """[panels, depth, panel], of 32 bits; the last panel holds the last outputs."""
     quads = compiler.has_dot() or compiler.has_byte_dot()
     together = torch.int32 if quads else torch.int16
-    parts = [weight.codes.view(together), weight.scales]
-    if weight.offsets is not None:
-        codes = _halves_of_bytes(weight.codes, together.itemsize)
-        parts = [codes.view(together), weight.scales / 16, weight.offsets]
+    codes, scales = weight.codes, weight.scales
+    if weight.bits == 4:
+        codes, scales = _halves_of_bytes(codes, together.itemsize), scales / 16
+    parts = (codes.view(together), scales, weight.offsets)
     panels = [_in_panels(each, panel) for each in parts]
     lanes = [each.flatten(1).view(torch.int32).view(len(each), -1, panel) for each in panels]
     return torch.cat(lanes, dim=1)
@@ -141,10 +140,9 @@ def part_code(
         sums = group_sums(code, codes, weights, parts, rows, vectors, bits)
         factors = [scales.vector(group * width + size * vector) for vector in range(vectors)]
         for at, (row, vector) in enumerate(places):
-            totals[at] = totals[at] + sums[at] * factors[vector]
-            if bits == 4:
-                sum_of_row = row_sums.repeated(group * rows_of_block + row)
-                totals[at] = totals[at] + sum_of_row * offsets.vector(group * width + size * vector)
+            sum_of_row = row_sums.repeated(group * rows_of_block + row)
+            offset = offsets.vector(group * width + size * vector)
+            totals[at] = totals[at] + sums[at] * factors[vector] + sum_of_row * offset
     for at, (row, vector) in enumerate(places):
         added = addend.vector(addend_stride * row + vector * size)
         scale = block.repeated(lanes * (rows_of_block * BYTES) + row)
@@ -240,17 +238,18 @@ def block_code(
         factor, scale = factor_and_scale(code, numbers, inputs, MOST_OF_ROW)
         scales = block.in_lanes(1).from_(inputs // INPUTS_OF_LANE * (rows * BYTES))
         scales.put(scale.arranged(scale, [0]), row)
-        with code.loop(0, inputs // PART) as part:
-            total = code.zero()
-            for lane in range(LANES_OF_PART):
-                scaled = numbers(part * PART + lane * QUAD) * factor
-                at = part * LANES_OF_PART + lane
-                target = block.from_(at * (rows * BYTES) + row * BYTES)
-                code.builder.store(_codes(scaled), target.value, align=4)
-                total = total + scaled.nearest()
-            if bits == 4:  # a part is a group
-                summed = total.total()
-                scales.put(summed.arranged(summed, [0]), (part + 1) * rows + row)
+        with code.loop(0, group_count(inputs, bits)) as group:
+            parts = parts_of_group(inputs, group, bits)
+            with code.sum_loop(0, parts, [code.zero()]) as (part, totals):
+                first = group * GROUPS[bits] + part * PART
+                for start in range(0, PART, QUAD):
+                    scaled = numbers(first + start) * factor
+                    at = (first + start) // INPUTS_OF_LANE
+                    target = block.from_(at * (rows * BYTES) + row * BYTES)
+                    code.builder.store(_codes(scaled), target.value, align=4)
+                    totals[0] = totals[0] + scaled.nearest()
+            summed = totals[0].total()
+            scales.put(summed.arranged(summed, [0]), (group + 1) * rows + row)
     code.end()
     return code
 

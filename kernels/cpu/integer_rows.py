@@ -2,8 +2,8 @@
 registers (AMX).
 
 Four inputs of an output lie together, as on Arm; of each 64 inputs of a row, in int4 32, the upper
-bytes, then the lower. A block has row after row: codes, what the sums of groups begin with, for
-int4 the sums of codes, the scale. Both kinds of code add up the same integers, so they give the
+bytes, then the lower. A block has row after row: codes, what the sums of groups begin with, the
+sums of codes, the scale. Both kinds of code add up the same integers, so they give the
 same bits:
 
     vectors   up to FEW_ROWS rows. The instruction takes weights as unsigned bytes, which are 128
@@ -86,7 +86,7 @@ def block_depth(inputs: _Size, bits: Bits) -> _Size:
 
 
 def _scale_place(inputs: _Size, bits: Bits) -> _Size:
-    return _sums_place(inputs, bits) + group_count(inputs, bits) * (8 // bits)
+    return _sums_place(inputs, bits) + group_count(inputs, bits) * 2
 
 
 def _sums_place(inputs: _Size, bits: Bits) -> _Size:
@@ -100,14 +100,10 @@ def _code_place(lane: Count, bits: Bits) -> Count:
     return lane + lane // LANES_TOGETHER[bits] * LANES_TOGETHER[bits]
 
 
-def block_code(
-    module: ir.Module, element: ir.Type, bits: Bits, *, few: bool, normed: bool
-) -> Function:
-    """One block of x, of few rows or more: (its first row, rows left, inputs, norm, epsilon,
-    block). What only vectors read is left out for tiles."""
-    name = f"codes{'_of_few' * few}{'_normed' * normed}"
+def block_code(module: ir.Module, element: ir.Type, bits: Bits, *, normed: bool) -> Function:
+    """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER]
-    code = Function(module, name, types, lanes=LANES)
+    code = Function(module, f"codes{'_normed' * normed}", types, lanes=LANES)
     x, left, inputs, norm, epsilon, block = code.arguments
     with code.loop(0, left.at_most(ROWS)) as row:
         source = x.of(element).from_(row * inputs)
@@ -124,8 +120,7 @@ def block_code(
                     place = _code_place((first + start) // INPUTS_OF_LANE, bits)
                     _put_codes(target.from_(place), shifted, bits)
                     totals[0] = totals[0] + (shifted - ROUNDING)
-            if few or not on_tiles(bits):
-                _put_sums_of_codes(target, totals[0].total(), inputs, group, bits)
+            _put_sums_of_codes(target, totals[0].total(), inputs, group, bits)
     code.end()
     return code
 
@@ -136,8 +131,7 @@ def _put_sums_of_codes(
     builder, place = target.builder, _sums_place(inputs, bits) + group
     begin = builder.bitcast(whole_numbers(total * -128.0), floats_type(LANES))
     _put_one(target, Floats(builder, begin), place)
-    if bits == 4:
-        _put_one(target, total, place + group_count(inputs, bits))
+    _put_one(target, total, place + group_count(inputs, bits))
 
 
 def _put_one(target: Memory, numbers: Floats, index: Count) -> None:
@@ -207,10 +201,9 @@ def _vector_code(
         sums = _sums_of_group(code, codes, begins, weights, parts, vectors, bits)
         for at, (row, vector) in enumerate(places):
             place = group * width + vector * LANES
+            sum_of_row = of_rows[row].repeated(_sums_place(inputs, bits) + groups + group)
             totals[at] = totals[at] + sums[at] * scales.vector(place)
-            if bits == 4:
-                sum_of_row = of_rows[row].repeated(_sums_place(inputs, bits) + groups + group)
-                totals[at] = totals[at] + sum_of_row * offsets.vector(place)
+            totals[at] = totals[at] + sum_of_row * offsets.vector(place)
     for at, (row, vector) in enumerate(places):
         scale = of_rows[row].repeated(_scale_place(inputs, bits))
         added = addend.vector(addend_stride * row + vector * LANES)
@@ -285,7 +278,8 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
     space = code.builder.alloca(floats_type(LANES), size=2 * SUMS_SIZE // LANES)
     passed, tiles = Memory(code.builder, space, LANES), amx.TileCode(code, TILE_SHAPES)
     scales = panel.from_(code_lanes(inputs, 8) * width)
-    ahead = scales.from_(groups * width)
+    offsets = scales.from_(groups * width)
+    ahead = offsets.from_(groups * width)
 
     def multiply(group: Count, column: Count, target: Count | int) -> None:
         out = passed.from_(target)
@@ -299,10 +293,12 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
                 multiply(group + 1, column, (group + 1) % 2 * SUMS_SIZE)
             _fetch(code, ahead.from_(column), group, inputs, width)
             factor = scales.vector(group * width + column)
+            offset = offsets.vector(group * width + column)
             sums = passed.from_(group % 2 * SUMS_SIZE)
             for at in range(ROWS):
                 parts = [_integers(sums, place + at * LANES) for place in (0, ROWS * LANES)]
-                totals[at] = totals[at] + _joined(*parts) * factor
+                sum_of_row = block.repeated(depth * at + _sums_place(inputs, 8) + groups + group)
+                totals[at] = totals[at] + _joined(*parts) * factor + sum_of_row * offset
         for at, total in enumerate(totals):
             passed.put(total, at * LANES)
         with code.loop(0, rows) as row:
@@ -314,12 +310,13 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
 
 
 def _fetch(code: Function, panel: Memory, group: Count, inputs: Count, width: int) -> None:
-    """A group's weights and scales of the next panel."""
+    """A group's weights, scales and offsets of the next panel."""
     first = group * (GROUPS[8] // INPUTS_OF_LANE)
     with code.loop(0, parts_of_group(inputs, group, 8)) as part:
         for lane in range(LANES_OF_PART):
             panel.prefetch((first + part * LANES_OF_PART + lane) * width, keep=2)
-    panel.prefetch((inputs // INPUTS_OF_LANE + group) * width, keep=2)
+    for place in (group, group_count(inputs, 8) + group):
+        panel.prefetch((inputs // INPUTS_OF_LANE + place) * width, keep=2)
 
 
 def _put_sums(

@@ -101,7 +101,7 @@ class Tile:
     @property
     def few_rows(self) -> int:
         """Rows of a block that is laid out as one row is."""
-        return integer_rows.FEW_ROWS if self.bits and compiler.has_byte_dot() else 1
+        return self.rows if self.bits and compiler.has_byte_dot() else 1
 
     def block_depth(self, inputs: Size) -> Size:
         """Elements of a row in a block."""
@@ -237,7 +237,7 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
     make = _rows if tile.amx else _block
     makers = {
         (single, normed): make(module, tile, single=single, normed=normed)
-        for single in (True, False)
+        for single in ((True,) if tile.few_rows == tile.rows else (True, False))
         for normed in (True, False)
     }
     x, norm = given.memory("x", tile.element), given.memory("norm")
@@ -246,7 +246,7 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
     blocks_of_rows = (rows + tile.rows - 1) // tile.rows
     with code.claim(given.field("blocks_claimed"), blocks_of_rows) as index:
         row = index * tile.rows
-        left = rows - row
+        left = (rows - row).at_most(tile.rows)
         block = blocks.from_(row * tile.block_depth(inputs))
         at = (x.from_(row * inputs), left, inputs, norm, epsilon, block)
         for (single, normed), maker in makers.items():
@@ -262,7 +262,7 @@ def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Func
     if tile.bits:
         kind = (tile.element, tile.bits)
         if compiler.has_byte_dot():
-            return integer_rows.block_code(module, *kind, few=single, normed=normed)
+            return integer_rows.block_code(module, *kind, normed=normed)
         return integer_product.block_code(module, *kind, single=single, normed=normed)
     name = f"block{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])

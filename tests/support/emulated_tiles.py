@@ -13,9 +13,17 @@ from contextlib import contextmanager
 import pytest
 from llvmlite import ir
 
-from baton.kernels.cpu import amx, compiler, integer_rows, paged_attention, product, vectors
+from baton.kernels.cpu import (
+    amx,
+    compiler,
+    integer_product,
+    integer_rows,
+    paged_attention,
+    product,
+    vectors,
+)
 from baton.kernels.cpu.amx import HALF, WHOLE, TileCode, TileShape
-from baton.kernels.cpu.compiler import AVX512
+from baton.kernels.cpu.compiler import AVX512, NEON
 from baton.kernels.cpu.ir_builder import Count, Function, Memory, number
 from baton.kernels.cpu.vectors import BFLOAT16, Floats, Integers, floats_type, lane_numbers
 
@@ -99,10 +107,10 @@ def plus_dot(
     total: Integers, one: ir.Value, other: ir.Value, *, is_signed: bool = True
 ) -> Integers:
     """Adds the products of each lane's four bytes; those of `one` may be unsigned."""
-    builder, found, down = total.builder, total.value, lane_numbers([24] * LINE)
-    of_one = builder.ashr if is_signed else builder.lshr
+    builder, found, lanes = total.builder, total.value, total.value.type.count
+    of_one, down = builder.ashr if is_signed else builder.lshr, lane_numbers([24] * lanes)
     for shift in (24, 16, 8, 0):
-        left, right = (builder.shl(each, lane_numbers([shift] * LINE)) for each in (one, other))
+        left, right = (builder.shl(each, lane_numbers([shift] * lanes)) for each in (one, other))
         found = builder.add(found, builder.mul(of_one(left, down), builder.ashr(right, down)))
     return Integers(builder, found)
 
@@ -159,3 +167,24 @@ def emulated_tiles(monkeypatch: pytest.MonkeyPatch, *, of_bytes: bool = True) ->
         yield
     for cache in caches:
         cache.cache_clear()
+
+
+@contextmanager
+def emulated_dot(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, products of codes are compiled for Arm's dot products of bytes, and emulate them."""
+    digest = compiler.source_digest()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "registers", lambda: NEON)
+        patched.setattr(compiler, "has_dot", lambda: True)
+        for name in ("has_amx", "has_byte_dot", "has_integer_amx"):
+            patched.setattr(compiler, name, lambda: False)
+        patched.setattr(integer_product, "_plus_dot", _plus_dot_of_codes)
+        patched.setattr(compiler, "source_digest", lambda: f"emulated dot {digest}")
+        product.library.cache_clear()
+        yield
+    product.library.cache_clear()
+
+
+def _plus_dot_of_codes(total: Integers, one: ir.Value, other: ir.Value) -> Integers:
+    lanes = [total.builder.bitcast(each, total.value.type) for each in (one, other)]
+    return plus_dot(total, *lanes)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from emulated_tiles import emulated_tiles
+from emulated_tiles import emulated_dot, emulated_tiles
 from engine_loop import load, serve
 from rank_threads import split_engine
 from tiny_models import TINY_MODELS, save
@@ -21,6 +21,7 @@ from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
 from baton.kernels.cpu import compiler, product
 from baton.kernels.integers import (
+    GROUPS,
     IntegerWeight,
     integer_product,
     quantize_to_int4,
@@ -39,26 +40,31 @@ ANSWER = 6
 
 
 def exactly(x: Tensor, weight: Tensor) -> Tensor:
-    """The definition, in float64: the greatest of a row has code 32512, that of each 64 inputs of
-    a weight code 127."""
+    """The definition, in float64: the greatest of a row has code 32512, the least and the greatest
+    of each 256 inputs of a weight have codes -128 and 127."""
 
-    def rounded(rows: Tensor, most: float) -> Tensor:
-        peaks = rows.abs().amax(dim=-1, keepdim=True).float()
-        factors = torch.full_like(peaks, most) / peaks
-        return torch.round(rows.float() * factors).double() * (peaks.double() / most)
+    def rounded(some: Tensor) -> Tensor:
+        least, most = some.float().aminmax(dim=-1, keepdim=True)
+        steps = (most - least).clamp(min=1e-30) / 255
+        codes = torch.round((some.float() - least) / steps).double()
+        return codes * steps.double() + least.double()
 
-    groups = [rounded(some, 127) for some in weight.split(64, dim=-1)]
-    return rounded(x, 32512) @ torch.cat(groups, dim=-1).mT
+    peaks = x.abs().amax(dim=-1, keepdim=True).float()
+    rows = torch.round(x.float() * (torch.full_like(peaks, 32512) / peaks)).double()
+    groups = [rounded(some) for some in weight.split(256, dim=-1)]
+    return rows * (peaks.double() / 32512) @ torch.cat(groups, dim=-1).mT
 
 
-def test_a_groups_greatest_number_has_the_greatest_code() -> None:
-    weight = torch.zeros(2, 66)
-    weight[0, :3], weight[0, 64:] = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([3e-3, 0.0])
+def test_a_groups_least_and_greatest_numbers_have_the_outermost_codes() -> None:
+    weight = torch.zeros(2, 258)
+    weight[0, :3], weight[0, 256:] = torch.tensor([0.5, -2.0, 0.55]), torch.tensor([3e-3, 1e-3])
+    weight[1] = 0.7
     found = quantize_to_int8(weight)
-    assert found.codes[0, :3].tolist() == [32, -127, 64]
-    assert found.codes[0, 64:].tolist() == [127, 0]
-    assert not found.codes[1].any()
-    assert (127 * found.scales[0]).tolist() == pytest.approx([2.0, 3e-3])
+    assert found.codes[0, :4].tolist() == [122, -128, 127, 72]
+    assert found.codes[0, 256:].tolist() == [127, -128]
+    assert (255 * found.scales[0]).tolist() == pytest.approx([2.55, 2e-3])
+    assert torch.allclose(numbers_of(found), weight, rtol=1e-6, atol=5e-3)
+    assert torch.allclose(numbers_of(found)[1], weight[1])
 
 
 @pytest.mark.parametrize("inputs", [16, 1024, 1040, 4096])
@@ -96,9 +102,11 @@ def test_a_group_of_int4_has_the_range_that_loses_least() -> None:
 
 
 def numbers_of(weight: IntegerWeight) -> Tensor:
-    assert weight.offsets is not None
-    scales, offsets = (each.unsqueeze(2) for each in (weight.scales, weight.offsets))
-    return (weight.codes.unflatten(1, (-1, 32)) * scales + offsets).flatten(1)
+    scales, offsets = (
+        each.repeat_interleave(GROUPS[weight.bits], dim=1)[:, : weight.codes.shape[1]]
+        for each in (weight.scales, weight.offsets)
+    )
+    return weight.codes * scales + offsets
 
 
 def test_products_of_int4_are_those_of_its_numbers() -> None:
@@ -141,7 +149,7 @@ def test_code_without_dot_products_has_the_same_bits(
         monkeypatch.setattr(compiler, name, lambda: False)
     monkeypatch.setattr(compiler, "registers", lambda: registers)
     product.library.cache_clear()
-    test_compiled_products_have_the_bits_of_torchs(224, 199, dtype, biased=False, kind=kind)
+    test_compiled_products_have_the_bits_of_torchs(608, 199, dtype, biased=False, kind=kind)
     product.library.cache_clear()
 
 
@@ -152,8 +160,17 @@ def test_code_for_unsigned_bytes_has_the_same_bits(
     tiles: bool, dtype: torch.dtype, kind: WeightCodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with emulated_tiles(monkeypatch, of_bytes=tiles):
-        test_compiled_products_have_the_bits_of_torchs(224, 199, dtype, biased=True, kind=kind)
+        test_compiled_products_have_the_bits_of_torchs(608, 199, dtype, biased=True, kind=kind)
         test_gates_of_codes("silu", dtype, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_code_for_dot_products_of_arm_has_the_same_bits(
+    dtype: torch.dtype, kind: WeightCodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with emulated_dot(monkeypatch):
+        test_compiled_products_have_the_bits_of_torchs(608, 199, dtype, biased=True, kind=kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,7 +263,7 @@ def test_ranks_quantize_their_parts(kind: WeightCodes, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not compiler.available(), reason="needs compiled code: an Arm or x86_64 CPU")
-@pytest.mark.parametrize(("kind", "most"), [("int8", 1.07), ("int4", 0.76)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 1.04), ("int4", 0.76)])
 def test_codes_take_little_more_than_their_bits(kind: WeightCodes, most: float) -> None:
     linear = Linear(torch.randn(1200, 1600))
     linear.quantize(kind)
