@@ -25,7 +25,13 @@ from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu.experts import gated as experts_gated
 from baton.kernels.gpu.experts import sum_parts, weighted
 from baton.kernels.gpu.experts_of_row import weighted_onto
-from baton.kernels.gpu.fp8_rows import Fp8Rows, library_product
+from baton.kernels.gpu.fp8_rows import (
+    Fp8Rows,
+    Fp8Scales,
+    library_multiplies,
+    library_product,
+    library_sums,
+)
 from baton.kernels.gpu.gate import gate_and_multiply, gate_to_codes
 from baton.kernels.gpu.latent_projection import norm_queries
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
@@ -35,7 +41,7 @@ from baton.kernels.gpu.packed_tiles import decoded
 from baton.kernels.gpu.prefetch import SHORT_BYTES
 from baton.kernels.gpu.rotary import Projected, norm_projections
 from baton.kernels.gpu.routing import route
-from baton.kernels.gpu.tilings import MOST_ROWS, Weight, most_rows
+from baton.kernels.gpu.tilings import MOST_ROWS, Weight, is_faster_without_scales, most_rows
 from baton.kernels.latent import LatentHeads
 from baton.kernels.linear import AnyLinear, Linear, RMSNorm
 from baton.kernels.packed import PackedWeight
@@ -247,17 +253,46 @@ class Forward:
     ) -> Scaled:
         """residual += linear(x), normed by `after` if given; then scaled for its norm, if any, and
         for the product that follows."""
-        if norm is not None and after is None and isinstance(x, Tensor):
+        plain = after is None and not isinstance(linear, SummedLinear)
+        if plain and norm is not None and isinstance(x, Tensor):
             found = self._fused_onto(residual, linear, x, norm, adapters)
             if found:
                 return found
-        part = self._adapted(linear, x, adapters)
+        scales = None
+        if plain and isinstance(linear.kept, Fp8Weight):
+            part, scales = self._sums(linear, linear.kept, x, adapters)
+        else:
+            part = self._adapted(linear, x, adapters)
         if linear.bias is not None:
             part += linear.bias
         if isinstance(linear, SummedLinear):
             part = linear.group.sum(part)
         codes = following is not None and self._reads_codes(residual, following, adapters)
-        return scale_rows(residual, norm, self._epsilon, part[None], after, codes=codes)
+        return scale_rows(
+            residual, norm, self._epsilon, part[None], after, part_scales=scales, codes=codes
+        )
+
+    def _sums(
+        self,
+        linear: Linear,
+        weight: Fp8Weight,
+        x: Tensor | Fp8Rows,
+        adapters: StepAdapters | None,
+    ) -> tuple[Tensor, Fp8Scales | None]:
+        """A product without a bias, with what adapters add to it, and scales still to be applied:
+        these come before anything that is added."""
+        shrunk = adapters.shrink(linear, x) if adapters and isinstance(x, Tensor) else None
+        if library_multiplies(weight):
+            sums = library_sums(x, weight, self._model.embedding.dtype)
+            if shrunk is None and linear.bias is None:
+                return sums
+            product = sums.scaled()
+        else:
+            assert isinstance(x, Tensor)
+            product = few_rows_alone(x, weight, onto=True)
+        if shrunk:
+            expand_onto(product, shrunk)
+        return product, None
 
     def _fused_onto(
         self,
@@ -267,9 +302,10 @@ class Forward:
         norm: Tensor,
         adapters: StepAdapters | None,
     ) -> Scaled | None:
-        """As _onto, where a faster form gives the same bits, or others are accepted."""
+        """As _onto of no SummedLinear, where a faster form gives the same bits, or others are
+        accepted."""
         weight, bias = linear.kept, linear.bias
-        if self._is_few(x, weight, adapters) and not isinstance(linear, SummedLinear):
+        if self._is_few(x, weight, adapters) and not is_faster_without_scales(len(x), weight):
             shrunk = adapters and adapters.shrink(linear, x)
             scaled = few_rows_onto(x, weight, residual, norm, self._epsilon, bias, shrunk)
             return scaled if self._late_size else scale_rows(residual, norm, self._epsilon)

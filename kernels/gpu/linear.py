@@ -63,10 +63,12 @@ def few_rows(
     return out
 
 
-def few_rows_alone(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
-    """x @ weight.T, for weight [N, K]: [M, N]."""
+def few_rows_alone(
+    x: Tensor, weight: Weight, out: Tensor | None = None, *, onto: bool = False
+) -> Tensor:
+    """x @ weight.T, for weight [N, K]: [M, N]. `onto`: with the bits of few_rows_onto's product."""
     out = x.new_empty(len(x), weight.shape[0]) if out is None else out
-    _launch(x, weight, None, out, weight.shape[0], Extras())
+    _launch(x, weight, None, out, weight.shape[0], Extras(onto=onto))
     return out
 
 
@@ -154,6 +156,7 @@ def _launch(
         **extras.constants(depth, outputs, bias),
         AHEAD=threads if piece else 0,
         FP8=isinstance(weight, Fp8Weight),
+        ROUNDS_SUMS=extras.onto or extras.target is not None,
         **read.constants,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -223,6 +226,7 @@ def _few_rows(
     AHEAD: tl.constexpr,
     SQUARES: tl.constexpr,
     FP8: tl.constexpr,
+    ROUNDS_SUMS: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     EXACT: tl.constexpr,
@@ -280,7 +284,10 @@ def _few_rows(
         sums, ups = tl.split(halves)
     if AHEAD > 0:
         prefetch(ahead_pointer, piece, tl.arange(0, AHEAD))
+    dtype = out_pointer.dtype.element_ty
     if FP8:
+        if ROUNDS_SUMS:  # as the library leaves them: see kernels/gpu/fp8_rows.py
+            sums = sums.to(dtype).to(tl.float32)
         row_scales = tl.load(row_scales_pointer + row, mask=in_rows, other=0.0)[None, :]
         scales_at = column_scales_pointer + column
         sums *= tl.load(scales_at, mask=in_columns, other=0.0)[:, None]
@@ -288,7 +295,6 @@ def _few_rows(
         if GATED:
             ups *= tl.load(scales_at + outputs, mask=in_columns, other=0.0)[:, None]
             ups *= row_scales
-    dtype = out_pointer.dtype.element_ty
     # Rounded as the matrix library leaves a product; then with what adapters add.
     sums = sums.to(dtype).to(tl.float32)
     if GATED:

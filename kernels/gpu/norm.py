@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.gpu.fixed_order import inverse_size, squares_of_row
-from baton.kernels.gpu.fp8_rows import Fp8Rows, empty_rows, store_codes
+from baton.kernels.gpu.fp8_rows import Fp8Rows, Fp8Scales, apply_scales, empty_rows, store_codes
 
 FEW_ROWS = 256
 """Up to this many rows latency counts: more warps, one 16-byte load per thread."""
@@ -56,12 +56,15 @@ def scale_rows(
     parts: Tensor | None = None,
     after: Tensor | None = None,
     *,
+    part_scales: Fp8Scales | None = None,
     codes: bool = False,
 ) -> Scaled:
     """residual [T, H] += the sum of parts [n, T, H], or of one part, normed with weight `after`
-    [H]; then scaled by weight [H], or without one left as it is. `codes`: as FP8 codes."""
+    [H]; then scaled by weight [H], or without one left as it is. `part_scales`: of one part, to be
+    applied. `codes`: as FP8 codes."""
     normed = residual.dtype is torch.float16
-    return _launch(residual, weight, epsilon, parts, after=after, normed=normed, codes=codes)
+    changes = after, part_scales
+    return _launch(residual, weight, epsilon, parts, *changes, normed=normed, codes=codes)
 
 
 def embed(
@@ -85,9 +88,10 @@ def _launch(
     weight: Tensor | None,
     epsilon: float,
     parts: Tensor | None = None,
-    gathered: tuple[Tensor, Tensor] | None = None,
-    *,
     after: Tensor | None = None,
+    part_scales: Fp8Scales | None = None,
+    *,
+    gathered: tuple[Tensor, Tensor] | None = None,
     scale: float = 1.0,
     normed: bool,
     codes: bool = False,
@@ -107,6 +111,7 @@ def _launch(
         tokens,
         embedding,
         residual if parts is None else parts,
+        *(part_scales or (residual, residual)),
         residual if weight is None else weight,
         residual if after is None else after,
         out,
@@ -117,6 +122,7 @@ def _launch(
         residual.stride(0),
         rows * size,
         PARTS=0 if parts is None else len(parts),
+        RESCALED=part_scales is not None,
         GATHERS=gathered is not None,
         ENLARGED=scale != 1.0,
         AFTER=after is not None,
@@ -142,6 +148,8 @@ def _rows(
     tokens_pointer,
     embedding_pointer,
     parts_pointer,
+    part_rows_pointer,
+    part_outputs_pointer,
     weight_pointer,
     after_pointer,
     out_pointer,
@@ -152,6 +160,7 @@ def _rows(
     residual_stride,
     part_stride,
     PARTS: tl.constexpr,
+    RESCALED: tl.constexpr,
     GATHERS: tl.constexpr,
     ENLARGED: tl.constexpr,
     AFTER: tl.constexpr,
@@ -176,7 +185,11 @@ def _rows(
     x = source.to(tl.float32)
     for part in tl.static_range(PARTS):
         part_at = parts_pointer + part * part_stride + row * SIZE + column
-        part_x = tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+        part_x = tl.load(part_at, mask=inside, other=0.0)
+        if RESCALED:
+            outputs = tl.load(part_outputs_pointer + column, mask=inside, other=0.0)
+            part_x = apply_scales(part_x, tl.load(part_rows_pointer + row), outputs)
+        part_x = part_x.to(tl.float32)
         if AFTER:
             after = tl.load(after_pointer + column, mask=inside, other=0.0).to(tl.float32)
             size = inverse_size(squares_of_row(part_x, SIZE, BLOCK), epsilon, SIZE)

@@ -31,6 +31,7 @@ class Extras:
     gates: Activation | None = None
     ahead: Tensor | None = None
     shrunk: Shrunk | None = None
+    onto: bool = False  # for a residual, though that is not added here
 
     @property
     def epsilon(self) -> float:

@@ -17,10 +17,11 @@ Weight = Tensor | Fp8Weight | PackedWeight
 
 MOST_ROWS = 32
 FP8_TILE_ROWS = 64
+FP8_ROWS_ONTO = 16
 PACKED_TILE_ROWS = 128
 PACKED_ROWS = 512
-"""Beyond this many rows the matrix library is faster; in FP8, beyond a tile's; of packed weights,
-with the time to decode them for it."""
+"""Beyond this many rows the matrix library is faster; in FP8, beyond a tile's, or fewer of products
+onto the residual; of packed weights, with the time to decode them for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ def fp8_tiling_for(outputs: int, rows: int) -> LinearTiling:
         return LinearTiling(128, 128, 8, 4, FP8_TILE_ROWS)
     # More rows than a tile's are of programs that share a multiprocessor.
     return LinearTiling(64, 128, 4, 8 if rows <= FP8_TILE_ROWS else 6, FP8_TILE_ROWS)
+
+
+def is_faster_without_scales(rows: int, weight: Weight) -> bool:
+    """Whether the matrix library is faster, for a product onto the residual (fp8_rows.py)."""
+    return isinstance(weight, Fp8Weight) and rows > FP8_ROWS_ONTO and library_multiplies(weight)
 
 
 def packed_tiling_for(outputs: int, rows: int, gated: bool) -> LinearTiling:

@@ -31,10 +31,10 @@ from baton.engine.step import Checked, Plan, token_and_logprobs
 from baton.engine.weights import load_model
 from baton.kernels.experts import MLP
 from baton.kernels.fp8 import quantize_to_fp8
-from baton.kernels.gpu.fp8_rows import library_product
+from baton.kernels.gpu.fp8_rows import Fp8Sums, library_product, library_sums
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.norm import scale_rows
-from baton.kernels.gpu.tilings import MOST_ROWS
+from baton.kernels.gpu.tilings import FP8_TILE_ROWS, MOST_ROWS
 from baton.kernels.packed import PackedWeight
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
@@ -349,11 +349,23 @@ def test_the_matrix_librarys_products_in_fp8_have_the_bits_of_ours(
     torch.manual_seed(0)
     x = torch.randn(8192, inputs, device="cuda").bfloat16()
     weight = quantize_to_fp8(torch.randn(outputs, inputs, device="cuda") / inputs**0.5)
-    alone = few_rows_alone(x, weight)
+    residual, norm = torch.randn(8192, outputs, device="cuda").bfloat16(), x.new_ones(outputs)
+    alone, onto = few_rows_alone(x, weight), few_rows_alone(x, weight, onto=True)
+    ours = residual[:FP8_TILE_ROWS].clone()
+    few_rows_onto(x[:FP8_TILE_ROWS], weight, ours, norm, 1e-5)
     for rows in (1, 2, 17, 33, 64, 65, 100, 128):
         assert torch.equal(few_rows_alone(x[:rows], weight), alone[:rows])
+        assert torch.equal(few_rows_alone(x[:rows], weight, onto=True), onto[:rows])
     for rows in (1, 17, 33, 64, 65, 128, 129, 250, 257, 512, 1000, 2048, 4096, 8192):
-        assert torch.equal(library_product(x[:rows], weight, x.dtype), alone[:rows]), rows
+        with Numerics.INVARIANT.library(rows):
+            assert torch.equal(library_product(x[:rows], weight, x.dtype), alone[:rows]), rows
+            made, scales = library_sums(x[:rows], weight, x.dtype)
+        added, summed = residual[:rows].clone(), residual[:rows].clone()
+        left = scale_rows(added, norm, 1e-5, made[None], part_scales=scales)
+        assert torch.equal(Fp8Sums(made, scales).scaled(), onto[:rows]), rows
+        assert torch.equal(left.x, scale_rows(summed, norm, 1e-5, onto[None, :rows]).x), rows
+        assert torch.equal(added, summed), rows
+        assert torch.equal(added[:FP8_TILE_ROWS], ours[:rows]), rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ from baton.core.config import parse
 from baton.core.errors import InvalidConfig
 from baton.engine.engine import Engine
 from baton.kernels.fp8 import fp8_product, quantize_to_fp8
-from baton.kernels.gpu.fp8_rows import Fp8Rows, fp8_rows
+from baton.kernels.gpu.fp8_rows import Fp8Rows, Fp8Scales, Fp8Sums, fp8_rows
 from baton.kernels.gpu.gate import gate_and_multiply, gate_to_codes
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.norm import Scaled, scale_rows
@@ -75,6 +75,22 @@ def test_a_norm_and_a_gate_leave_the_codes_of_what_they_would_leave(
             assert_same_codes(gate_to_codes(gate_up, source, biases, "silu"), fp8_rows(gated))
 
 
+@pytest.mark.parametrize("size", [16, 100, 1576])
+def test_sums_are_added_to_a_residual_with_their_scales(device: torch.device, size: int) -> None:
+    torch.manual_seed(size)
+    for dtype in types_for(device, torch.bfloat16):
+        sums, residual = torch.randn(2, 5, size).to(device, dtype)
+        norm, other = torch.randn(size).to(device, dtype), residual.clone()
+        scales = Fp8Scales(torch.rand(5).to(device), torch.rand(size).to(device))
+        found = scale_rows(residual, norm, 1e-5, sums[None], part_scales=scales)
+        wanted = sums.double() * scales.rows[:, None] * scales.outputs
+        product = Fp8Sums(sums, scales).scaled()
+        assert_close(product, wanted.to(dtype))
+        plain = scale_rows(other, norm, 1e-5, product[None])
+        assert torch.equal(residual, other)
+        assert torch.equal(found.x, plain.x)
+
+
 def assert_same_codes(found: Tensor | Fp8Rows, wanted: Fp8Rows) -> None:
     assert isinstance(found, Fp8Rows)
     assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
@@ -106,6 +122,7 @@ def test_products_match_the_reference(
         down_bias, up_bias = (random(hidden), random(2 * inner)) if bias else (None, None)
         product = fp8_product(x, down).to(dtype)
         close(few_rows_alone(x, down), product)
+        close(few_rows_alone(x, down, onto=True), product)
         summed = residual.clone()
         found = few_rows_onto(x, down, residual, norm, 1e-5, down_bias)
         part = product if down_bias is None else product + down_bias
