@@ -35,7 +35,7 @@ from baton.cluster.ray_session import cluster_name, complete, find_actor, load_f
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError
-from baton.core.process import StartTimes, StopSignal, settle_memory, uncollected_imports
+from baton.core.process import StartTimes, StopSignal, no_collections, settle_memory
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
 from baton.worker.step_record import open_record
@@ -176,7 +176,7 @@ class WorkerThread(ServerThread):
         assert self._member.role is not None
         claim_threads(self._config, self._member.role)
         # Imported after the first report: torch takes seconds.
-        with uncollected_imports():
+        with no_collections():
             from baton.worker.worker_server import WorkerServer
 
         server = WorkerServer(
@@ -213,7 +213,7 @@ class RouterThread(ServerThread):
         super().__init__(tree, member)
 
     async def _serve(self) -> bool:
-        with uncollected_imports():
+        with no_collections():
             from baton.router.server import RouterServer
 
         self._report(progress="loading the tokenizer")

@@ -91,14 +91,16 @@ def set_up_logging(level: str) -> None:
 
 
 @contextlib.contextmanager
-def uncollected_imports() -> Iterator[None]:
-    """Imports within without collections of garbage. What imports make stays, and looking for
+def no_collections() -> Iterator[None]:
+    """No collections of garbage within. What imports make stays, for example, and looking for
     garbage among it takes an eighth of torch's time."""
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def settle_memory() -> None:

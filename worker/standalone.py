@@ -14,10 +14,10 @@ from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidConfig
 from baton.core.process import (
     StartTimes,
+    no_collections,
     process_began,
     set_up_logging,
     stop_on_signals,
-    uncollected_imports,
 )
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
@@ -38,7 +38,7 @@ def main(role: Role) -> None:
         times.mark("command")
         port = config.pool(role).port if arguments.port is None else arguments.port
         record = _open_record(config, role, port)
-        with uncollected_imports():
+        with no_collections():
             from baton.worker.worker_server import WorkerServer
 
         worker_id = arguments.name or f"{role.value}-0"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.core.process import no_collections
 from baton.engine.architecture import Architecture
 
 
@@ -28,7 +29,8 @@ class Recorder:
     def record(self, body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
+        # A collection may free the recordings of an earlier runner, which breaks this one.
+        with torch.cuda.stream(self._stream), no_collections():
             # Only this thread's calls can break it: the transfer thread and NCCL's query their
             # own events meanwhile.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
