@@ -107,8 +107,8 @@ class TileCode:
         self._multiply("tdpbf16ps", sums, x, weights)
 
     def add_byte_products(self, sums: int, x: int, weights: int) -> None:
-        """Of signed bytes, four in each lane."""
-        self._multiply("tdpbssd", sums, x, weights)
+        """Of signed bytes of x and unsigned ones of weights, four in each lane."""
+        self._multiply("tdpbsud", sums, x, weights)
 
     def _multiply(self, name: str, *registers: int) -> None:
         self._call(name, [_BYTE] * 3, *map(self._number, registers))

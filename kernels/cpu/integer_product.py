@@ -6,8 +6,8 @@ What one instruction adds to a sum decides how codes lie:
     Arm's SDOT           four products of bytes: four inputs of an output together; of a row's codes
                          the upper bytes of four inputs, then the lower. The sum of a group is 256
                          times that of the upper bytes and that of the lower ones
-    x86_64's VPDPBUSD    the same, of signed and unsigned bytes, and on tile registers
-                         (integer_rows.py)
+    x86_64's VPDPBUSD    the same, of signed bytes of a row and unsigned ones of weights, which are
+                         codes and 128, or in int4 and 8; also on tile registers (integer_rows.py)
     x86_64's VPMADDWD,   two products of 16 bits: two inputs of an output together, widened on their
     and other CPUs       way to a register; of a row's codes two inputs after two
 
@@ -93,6 +93,8 @@ def packed(weight: IntegerWeight, panel: int) -> Tensor:
     quads = compiler.has_dot() or compiler.has_byte_dot()
     together = torch.int32 if quads else torch.int16
     codes, scales = weight.codes, weight.scales
+    if compiler.has_byte_dot():
+        codes = codes.bitwise_xor(-128 if weight.bits == 8 else 8)
     if weight.bits == 4:
         codes, scales = _halves_of_bytes(codes, together.itemsize), scales / 16
     parts = (codes.view(together), scales, weight.offsets)

@@ -3,11 +3,11 @@ registers (AMX).
 
 Four inputs of an output lie together, as on Arm; of each 64 inputs of a row, in int4 32, the upper
 bytes, then the lower. A block has row after row: codes, what the sums of groups begin with, the
-sums of codes, the scale. Both kinds of code add up the same integers, so they give the
-same bits:
+sums of codes, the scale. Instructions take weights as unsigned bytes, which are 128 too great; a
+group's sum begins with -128 times the sum of the row's codes. Both kinds of code add up the same
+integers, so they give the same bits:
 
-    vectors   up to FEW_ROWS rows. The instruction takes weights as unsigned bytes, which are 128
-              too great; a group's sum begins with -128 times the sum of the row's codes
+    vectors   up to FEW_ROWS rows
     tiles     up to 16 rows, of int8 alone. One instruction multiplies 16 rows and 16 outputs over
               64 inputs, or the last 32. A group's sums of upper and of lower bytes go through
               memory to vectors, where they are joined and scaled
@@ -231,7 +231,7 @@ def _sums_of_group(
             at, half = divmod(turn, share)
             start = weights.from_(lane // share * (vectors * LANES))
             loaded = [load(start, (at * vectors + v) * LANES, _BYTES) for v in range(vectors)]
-            unsigned = [_unsigned(builder, codes_of_half(builder, w, half, bits)) for w in loaded]
+            unsigned = [codes_of_half(builder, each, half, bits) for each in loaded]
             for index, (row, byte) in enumerate(product(codes, (0, LANES_TOGETHER[bits]))):
                 x = _repeated(row, _code_place(lane, bits) + (turn + byte))
                 for vector, weight in enumerate(unsigned, start=index * vectors):
@@ -239,11 +239,6 @@ def _sums_of_group(
     rows = [sums[start : start + 2 * vectors] for start in range(0, len(sums), 2 * vectors)]
     pairs = [pair for row in rows for pair in zip(row[:vectors], row[vectors:], strict=True)]
     return [_joined(upper, lower) for upper, lower in pairs]
-
-
-def _unsigned(builder: ir.IRBuilder, weights: ir.Value) -> ir.Value:
-    """Codes and 128."""
-    return builder.xor(weights, ir.Constant(_BYTES, [-128] * _BYTES.count))
 
 
 def plus_byte_dot(total: Integers, unsigned: ir.Value, signed: Integers) -> Integers:
@@ -264,7 +259,7 @@ def _repeated(memory: Memory, index: Count) -> Integers:
 def _joined(upper: Integers, lower: Integers) -> Floats:
     builder = upper.builder
     shifted = builder.shl(upper.value, lane_numbers([8] * LANES))
-    return Integers(builder, builder.add(shifted, lower.value)).as_floats()
+    return (Integers(builder, shifted) + lower).as_floats()
 
 
 def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Type) -> Function:
@@ -296,9 +291,10 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
             offset = offsets.vector(group * width + column)
             sums = passed.from_(group % 2 * SUMS_SIZE)
             for at in range(ROWS):
-                parts = [_integers(sums, place + at * LANES) for place in (0, ROWS * LANES)]
-                sum_of_row = block.repeated(depth * at + _sums_place(inputs, 8) + groups + group)
-                totals[at] = totals[at] + _joined(*parts) * factor + sum_of_row * offset
+                upper, lower = (_integers(sums, place + at * LANES) for place in (0, ROWS * LANES))
+                place = depth * at + _sums_place(inputs, 8) + group
+                joined = _joined(upper, lower + _repeated(block, place))
+                totals[at] = totals[at] + joined * factor + block.repeated(place + groups) * offset
         for at, total in enumerate(totals):
             passed.put(total, at * LANES)
         with code.loop(0, rows) as row:

@@ -146,6 +146,9 @@ class Integers:
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
 
+    def __add__(self, other: Integers) -> Integers:
+        return Integers(self.builder, self.builder.add(self.value, other.value))
+
     def plus_pairs(self, one: ir.Value, other: ir.Value) -> Integers:
         """Adds the products of each lane's two numbers of 16 bits: VPMADDWD and a sum, or
         VPDPWSSD."""
@@ -153,7 +156,7 @@ class Integers:
         products = builder.mul(*(builder.sext(each, whole) for each in (one, other)))
         places = (lane_numbers(list(range(first, whole.count, 2))) for first in (0, 1))
         halves = [builder.shuffle_vector(products, products, each) for each in places]
-        return Integers(builder, builder.add(self.value, builder.add(*halves)))
+        return self + Integers(builder, builder.add(*halves))
 
     def as_floats(self) -> Floats:
         kind = floats_type(self.value.type.count)

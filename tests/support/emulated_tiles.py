@@ -83,7 +83,7 @@ class EmulatedTiles(TileCode):
             with self._code.sum_loop(0, self._shapes[weights].rows, [total]) as (quad, totals):
                 words = _bits(self._row(weights, quad).vector())
                 codes = _bits(self._row(x, row).repeated(quad))
-                totals[0] = plus_dot(totals[0], words, codes)
+                totals[0] = plus_dot(totals[0], words, codes, is_signed=False)
             place.put(_floats(totals[0]))
 
     def _row(self, register: int, row: Count | int) -> Memory:
