@@ -110,13 +110,24 @@ class _TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found, schema = func(*args, **(kwargs or {})), func._schema
         if schema.name in ("aten::empty", "aten::new_empty"):
             self._allocated.append(found)
-        elif not (schema.returns and all(map(_is_view, schema.returns))):
+        elif not (schema.returns and all(map(_may_view, schema.returns)) and _views(found, args)):
             self.computed.add(schema.name)
         return found
 
 
-def _is_view(returned: Any) -> bool:
+def _may_view(returned: Any) -> bool:
     return bool(returned.alias_info and not returned.alias_info.is_write)
+
+
+def _views(found: Any, args: Any) -> bool:
+    """Whether what was found is memory of the arguments: `contiguous` and `reshape` view it or
+    copy it, and in inference mode come here as they are."""
+    given = {_memory(each) for each in args if isinstance(each, Tensor)}
+    return all(_memory(each) in given for each in ([found] if isinstance(found, Tensor) else found))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @functools.cache

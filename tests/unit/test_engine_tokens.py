@@ -44,6 +44,16 @@ def test_a_mixed_batch_answers_as_transformers_does(name: str, tmp_path: Path) -
     assert len({token for tokens in expected for token in tokens}) > 20
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_projections_smaller_than_a_panel_answer_as_transformers_does(
+    heads: int, tmp_path: Path
+) -> None:
+    shape = {"head_dim": 8, "num_attention_heads": heads, "num_key_value_heads": 1}
+    oracle = save(TINY_MODELS["llama"].changed(**shape), tmp_path)
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, 9)
+    assert answers == choices_of_transformers(oracle, PROMPTS, answers)
+
+
 def test_a_chunk_of_many_blocks_after_a_prefix_answers_as_transformers_does(
     tmp_path: Path,
 ) -> None:

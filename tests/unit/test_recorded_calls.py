@@ -1,4 +1,4 @@
-"""Calls of compiled code, recorded: what a process pays for it."""
+"""Calls of compiled code, recorded: what a process pays for it, and what cannot be repeated."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def _record() -> None:
         torch.zeros(2).new_empty(3)
     assert recording.foreign == {"aten::zeros"}
     assert "torch._dynamo" not in sys.modules
+
+
+def test_what_views_memory_may_be_recorded_and_what_copies_it_may_not() -> None:
+    with torch.inference_mode():
+        x = torch.zeros(2, 6)
+        with CallRecording() as recording:
+            x[:, :3].view(2, 3).transpose(0, 1).unsqueeze(0)
+            x.contiguous().reshape(12).chunk(2)
+        assert recording.foreign == set()
+        with CallRecording() as recording:
+            x[:, :3].contiguous()
+        assert recording.foreign == {"aten::contiguous"}
