@@ -21,6 +21,7 @@ from openai.types import Batch
 from baton.core.api_keys import make_key, write_keys
 from baton.core.batch_lines import answer_line
 from baton.core.config import BatchesConfig
+from baton.core.errors import Exhausted
 from baton.router.edges.http.batches import batch_runner
 from baton.router.edges.http.batches.batch_runner import Results
 from baton.router.edges.http.batches.batch_store import BatchStore
@@ -209,6 +210,17 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_nothing_of_what_it_has_no_room_for(tmp_path: Path) -> None:
+    store = BatchStore(files := FileStore(BatchesConfig(str(tmp_path))))
+    with largest_file(1000), pytest.raises(Exhausted, match="disk is full"):
+        files.upload("a", io.BytesIO(chats(50)), "in.jsonl", 60.0)
+    assert not list(files.folder("a").iterdir())
+    file = files.upload("a", io.BytesIO(chats(1)), "in.jsonl", 60.0)
+    with largest_file(10), pytest.raises(Exhausted, match="disk is full"):
+        store.create("a", endpoint="/v1", input_file_id=file["id"], window="1h", seconds=60)
+    assert not list(files.folder("a").glob("batch_*"))
 
 
 async def test_a_batch_embeds(tmp_path: Path) -> None:

@@ -21,7 +21,13 @@ from typing_extensions import TypedDict
 from baton.core.config import BatchesConfig
 from baton.core.errors import InvalidRequest
 from baton.router.edges.http.answer_types import CachedTokens
-from baton.router.edges.http.batches.file_store import FileStore, read_all, unknown, write_json
+from baton.router.edges.http.batches.file_store import (
+    FileStore,
+    raise_if_full,
+    read_all,
+    unknown,
+    write_json,
+)
 
 # fmt: off
 BatchStatus = Literal[
@@ -137,7 +143,11 @@ class BatchStore:
             "output_expires_after": output_expiry,
             "metadata": dict(metadata) if metadata else None,
         }
-        self.save(owner, batch)
+        try:
+            self.save(owner, batch)
+        except OSError as error:
+            raise_if_full(error)
+            raise
         return batch
 
     def save(self, owner: str, batch: BatchObject, *, durable: bool = True) -> None:

@@ -6,6 +6,7 @@ share the folder: nothing about it is kept in memory.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -26,6 +27,8 @@ _TENANT = "tenant-"
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-output|-errors)?")
 _ABANDONED_SECONDS = 86400.0
 """After which a file that was not published counts as an upload that was cut off."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Purpose = Literal["batch", "batch_output"]
 
@@ -79,11 +82,16 @@ class FileStore:
         file_id = f"file-{uuid.uuid4().hex}"
         path = self.content(owner, file_id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with path.open("wb") as copy:
-            shutil.copyfileobj(content, copy, 2**20)
-            copy.flush()
-            os.fsync(copy.fileno())
-        return self.publish(owner, file_id, filename, "batch", keep)
+        try:
+            with path.open("wb") as copy:
+                shutil.copyfileobj(content, copy, 2**20)
+                copy.flush()
+                os.fsync(copy.fileno())
+            return self.publish(owner, file_id, filename, "batch", keep)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise_if_full(error)
+            raise
 
     def publish(
         self, owner: str, file_id: str, filename: str, purpose: Purpose, keep: float
@@ -149,6 +157,11 @@ def _size(path: Path) -> int:
         return 0
 
 
+def raise_if_full(error: OSError) -> None:
+    if error.errno in _FULL:
+        raise Exhausted("the server's disk is full; delete files, or try later") from error
+
+
 def unknown(identity: str) -> UnknownRequest:
     return UnknownRequest(f"there is no {identity[:80]!r} here", field="id")
 
@@ -156,12 +169,16 @@ def unknown(identity: str) -> UnknownRequest:
 def write_json(path: Path, value: object, *, durable: bool = True) -> None:
     """Replaces a file atomically; unless `durable`, a power cut may undo it."""
     fresh = path.with_suffix(".part")
-    with fresh.open("wb") as file:
-        file.write(encode(value))
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        with fresh.open("wb") as file:
+            file.write(encode(value))
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     if durable:
         folder = os.open(path.parent, os.O_RDONLY)
         try:
