@@ -185,7 +185,7 @@ class _Session:
             typer.echo(f"{cluster.name} runs already; it keeps running")
         if not cluster.as_configured:
             typer.echo("it keeps the configuration that it was started with, which differs")
-        typer.echo(_instructions(first, self.config, cluster.log_folder))
+        typer.echo(instructions(first, self.config, cluster.log_folder))
         typer.echo(f"Started in {self.times}")
         for member in members:
             if member.started:
@@ -220,18 +220,22 @@ class _Session:
                 typer.echo(f"{seconds:6.1f} s  {member.worker_id:<12} {now}")
 
 
-def _instructions(router: Member, config: Config, log_folder: str) -> str:
+def instructions(router: Member, config: Config, log_folder: str) -> str:
+    """Commands that work as they are printed."""
     scheme = "https" if config.tls.folder else "http"
     models = configs.served_configs(config)
+    name = model_store.model_name(models[0]) if len(models) > 1 else ""  # one must be named then
+    flag, argument = (f" --model {name}", f', model="{name}"') if name else ("", "")
+    called = f'Client("{router.address}").chat([("user", "Hello")]{argument})'
     notes = "".join(f"{_engine_note(each)}{_default_instructions(each)}" for each in models)
     return f"""
 Baton serves {", ".join(map(model_store.model_name, models))}.
 {notes}{_lock_instructions(config)}
-  ask          baton generate --address {router.address} "What is the capital of France?"
-  chat         baton chat --address {router.address}
+  ask          baton generate --address {router.address}{flag} "What is the capital of France?"
+  chat         baton chat --address {router.address}{flag}
   look         baton status --address {router.address}
-  Python       from baton import Client; Client("{router.address}").chat([("user", "Hello")]).text
-{_http_instructions(router, scheme)}  gRPC         {router.address} (reflection is on)
+  Python       from baton import Client; {called}.text
+{_http_instructions(router, scheme, name)}  gRPC         {router.address} (reflection is on)
   metrics      {scheme}://{router.metrics}/metrics
   logs         {log_folder}
 """
@@ -261,13 +265,14 @@ def _lock_instructions(config: Config) -> str:
     return "\n" + "".join(lines) if lines else ""
 
 
-def _http_instructions(router: Member, scheme: str) -> str:
+def _http_instructions(router: Member, scheme: str, model: str) -> str:
     if not router.http:
         return ""
+    named = f'"model": "{model}", ' if model else ""
     url = f"{scheme}://{router.http}/v1"
     return f"""\
   page         {scheme}://{router.http}/
   curl         curl {url}/chat/completions -H "content-type: application/json" \\
-                 -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
+                 -d '{{{named}"messages": [{{"role": "user", "content": "Hello"}}]}}'
   OpenAI       OpenAI(base_url="{url}", api_key="none")
 """

@@ -16,6 +16,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from baton.cli.app import app
+from baton.cli.serve import instructions
+from baton.cluster.fleet import Member
+from baton.core import config as configs
 
 WITHOUT_JSON = {
     "baton serve",  # runs until it is stopped; `baton status` tells of what it serves
@@ -31,6 +34,20 @@ def test_starting_the_command_line_loads_nothing_heavy() -> None:
         check=True,
     )
     assert not {"torch", "ray", "transformers", "numpy"} & set(listing.stdout.split())
+
+
+def test_the_commands_that_serve_prints_name_one_of_several_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    router = Member("router-0", None, "", address="127.0.0.1:1", http="127.0.0.1:2")
+    model = {"model": str(tmp_path)}
+    shown = instructions(router, configs.parse({"models": {"a": model, "b": model}}), "logs")
+    assert 'baton generate --address 127.0.0.1:1 --model a "What' in shown
+    assert "baton chat --address 127.0.0.1:1 --model a\n" in shown
+    assert '.chat([("user", "Hello")], model="a").text' in shown
+    assert """-d '{"model": "a", "messages": [""" in shown
+    alone = instructions(router, configs.parse(model), "logs")
+    assert "--model" not in alone
+    assert '"model"' not in alone
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["status"]])
