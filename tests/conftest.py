@@ -19,6 +19,7 @@ DISTRIBUTES = "-n" in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not DISTRIBUTES:
+    gc.disable()  # until all is imported: `pytest_collection_finish`
     # Threads that wait for one another would spin, on cores that two processes share. OpenMP reads
     # it when torch loads it; the processes that tests start decide for themselves.
     os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -53,6 +54,7 @@ def pytest_collection_finish() -> None:
     """Collections of garbage pass over what was imported, millions of objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from baton.core.process import uncollected_imports
 from baton.router.edges.http import openapi
 
 MODULES = (
@@ -59,8 +60,9 @@ def _compile() -> None:
         cache.prepare_rotation(cache.layer_caches(kv)[0], kv.dtype)
 
 
-for _module in MODULES:
-    importlib.import_module(_module)
+with uncollected_imports():
+    for _module in MODULES:
+        importlib.import_module(_module)
 _load_ucx()
 openapi.components()
 _compile()
