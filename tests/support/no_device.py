@@ -5,14 +5,29 @@ Triton must not interpret.
 
 from __future__ import annotations
 
+import ast
+import functools
+
 import torch
 import triton.compiler
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
+from triton.runtime import cache
+from triton.runtime.jit import JITCallable
 
 HOPPER = GPUTarget("cuda", 90, 32)
+
+
+_parsed = functools.cache(ast.parse)
+
+
+def hurry() -> None:
+    """Spares Triton what takes long and changes nothing in a process that keeps no results: the
+    hash of its own library, and to parse a function again wherever it is called."""
+    cache.triton_key = lambda: ""
+    JITCallable.parse = lambda function: _parsed(function._src)
 
 
 class Driver:
