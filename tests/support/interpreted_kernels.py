@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from interpreted_memory import load, reduced, store
+from interpreted_memory import copied, load, reduced, store
 from interpreted_operations import (
     BITWISE,
     COMPARISONS,
@@ -144,13 +144,11 @@ def _block_shape(tensor: core.tensor) -> tuple[int, ...]:
 
 
 def _spread(tensor: core.tensor, shape: tuple[int, ...]) -> core.tensor:
-    """Copied, which takes less time than a view of numpy's."""
     own = _block_shape(tensor)
     if own == shape:
         return tensor
     handle, dtype = tensor.handle, tensor.dtype
-    data = np.empty(shape, handle.data.dtype if own else interpreter._get_np_dtype(dtype))
-    data[...] = handle.data
+    data = copied(handle.data, shape, None if own else interpreter._get_np_dtype(dtype))
     return core.tensor(interpreter.TensorHandle(data, dtype), core.block_type(dtype, shape))
 
 
