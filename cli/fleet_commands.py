@@ -116,7 +116,7 @@ def role(
     """Make a worker finish or migrate its requests, and continue in another role."""
     with Client(address) as client:
         if not as_json:
-            note(f"{worker} becomes a {to.value} worker once it has drained")
+            note(f"asking {worker} to drain and to become a {to.value} worker")
         done = client.switch_role(worker, to, timeout=wait)
     fields = {
         "worker": worker,

@@ -121,7 +121,7 @@ def leave_node(ray_address: str, host: str, seconds: float) -> list[str]:
     Raises DeadlineExceeded when one still does after `seconds`.
     """
     deadline = time.monotonic() + seconds
-    join(ray_address, PREFIX)
+    join(only_address(ray_address), PREFIX)
     try:
         host = host or str(ray.util.get_node_ip_address())
         _close_nodes(host, seconds)

@@ -13,7 +13,7 @@ from baton.cli import fleet_commands
 from baton.cli.app import app
 from baton.cluster import stopping
 from baton.cluster.ray_session import only_address
-from baton.cluster.stopping import select_cluster
+from baton.cluster.stopping import leave_node, select_cluster
 from baton.core.errors import InvalidRequest, Unavailable
 
 TWO = ["baton-blue", "baton-green"]
@@ -63,9 +63,13 @@ def test_none_is_taken_of_several_rays(monkeypatch: pytest.MonkeyPatch) -> None:
     rays(monkeypatch, {"a:1", "b:2"}, "b:2")
     with pytest.raises(InvalidRequest, match=r"several Rays .* give --ray-address a:1 or b:2"):
         only_address("auto")
+    with pytest.raises(InvalidRequest, match="several Rays"):
+        leave_node("auto", "", 1.0)
     rays(monkeypatch, set(), None)
     with pytest.raises(Unavailable, match="no Ray runs on this machine"):
         only_address("auto")
+    with pytest.raises(Unavailable, match="no Ray runs on this machine"):
+        leave_node("auto", "", 1.0)
 
 
 @pytest.mark.parametrize(
