@@ -16,7 +16,6 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -57,29 +56,16 @@ def packed(weight: Tensor) -> Tensor:
     return blocks.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
-@dataclass(frozen=True)
-class TileShape:
-    """Of a register."""
-
-    rows: int = HALF
-    row_bytes: int = ROW_BYTES
-
-
-WHOLE = (TileShape(),) * REGISTERS
-"""All that the registers hold."""
-
-
 class TileCode:
     """Instructions of tile registers, in a function."""
 
-    def __init__(self, code: Function, shapes: tuple[TileShape, ...] = WHOLE) -> None:
-        self._code, self._shapes = code, shapes
+    def __init__(self, code: Function) -> None:
+        self._code = code
 
     def begin(self) -> None:
-        """Registers have their shapes from now on."""
+        """Registers have all their rows and bytes from now on."""
         module = self._code.module
-        widths = [number for each in self._shapes for number in (each.row_bytes, 0)]
-        heights = [each.rows for each in self._shapes]
+        widths, heights = [ROW_BYTES, 0] * REGISTERS, [HALF] * REGISTERS
         palette = [1, *[0] * 15, *widths, *[0] * 16, *heights, *[0] * 8]
         kind = ir.ArrayType(_BYTE, len(palette))
         name = "tile_shapes"
@@ -128,11 +114,9 @@ class TileCode:
 
 
 @contextmanager
-def tile_registers(
-    code: Function, *, used: bool, shapes: tuple[TileShape, ...] = WHOLE
-) -> Iterator[None]:
+def tile_registers(code: Function, *, used: bool) -> Iterator[None]:
     """Within, this thread's tile registers can be used."""
-    tiles = TileCode(code, shapes)
+    tiles = TileCode(code)
     if used:
         tiles.begin()
     yield

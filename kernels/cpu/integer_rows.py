@@ -8,9 +8,9 @@ group's sum begins with -128 times the sum of the row's codes. Both kinds of cod
 integers, so they give the same bits:
 
     vectors   up to FEW_ROWS rows
-    tiles     up to 16 rows, of int8 alone. One instruction multiplies 16 rows and 16 outputs over
-              64 inputs, or the last 32. A group's sums of upper and of lower bytes go through
-              memory to vectors, where they are joined and scaled
+    tiles     up to 16 rows, of int8 alone, where inputs are whole 64s: one instruction multiplies
+              16 rows and 16 outputs over 64 inputs. A group's sums of upper and of lower bytes go
+              through memory to vectors, where they are joined and scaled
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TypeVar
 from llvmlite import ir
 
 from baton.kernels.cpu import amx, compiler
-from baton.kernels.cpu.amx import TileShape
 from baton.kernels.cpu.integer_codes import (
     INPUTS_OF_LANE,
     LANES_OF_PART,
@@ -58,13 +57,9 @@ LANES_TOGETHER: dict[Bits, int] = {4: LANES_OF_PART, 8: 2 * LANES_OF_PART}
 
 _SUMS = (0, 1)
 _X, _WEIGHTS = (2, 3), 4
-_X_OF_PART, _WEIGHTS_OF_PART = (5, 6), 7
-TILE_SHAPES = (
-    *[TileShape()] * 5,
-    *[TileShape(row_bytes=PART)] * 2,
-    TileShape(rows=LANES_OF_PART),
-)
-"""Registers of sums, of upper and of lower bytes; of 64 inputs; and of a part."""
+"""Registers of sums, of upper and of lower bytes; of rows, the same; and of weights."""
+
+INPUTS_OF_TILE = 64
 
 SUMS_SIZE = 2 * ROWS * LANES
 """Numbers of a group's sums, of upper bytes and of lower ones."""
@@ -160,18 +155,29 @@ def panel_code(
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"panel_{result}", types)
     blocks, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
-    addend, out, step = addend.of(element), out.of(result), ROWS if tiles else FEW_ROWS
-    with code.loop(0, rows, step=step) as row:
-        left = (rows - row).at_most(step)
-        block = blocks.from_(row * block_depth(inputs, bits))
-        target, added = out.from_(row * out_stride), addend.from_(row * addend_stride)
-        rest = (inputs, panel, added, addend_stride, target, out_stride)
-        for count, part in enumerate(parts, start=1):
-            with code.when(left.compare("==", count)):
-                code.call(part, block, *rest)
-        if tiles:
-            with code.when(left.compare(">", FEW_ROWS)):
-                code.call(tiles, block, left, *rest)
+    addend, out = addend.of(element), out.of(result)
+    left_of_tiles = inputs % INPUTS_OF_TILE
+
+    def multiply(step: int) -> None:
+        with code.loop(0, rows, step=step) as row:
+            left = (rows - row).at_most(step)
+            block = blocks.from_(row * block_depth(inputs, bits))
+            target, added = out.from_(row * out_stride), addend.from_(row * addend_stride)
+            rest = (inputs, panel, added, addend_stride, target, out_stride)
+            for count, part in enumerate(parts, start=1):
+                with code.when(left.compare("==", count)):
+                    code.call(part, block, *rest)
+            if tiles and step > FEW_ROWS:
+                with code.when(left.compare(">", FEW_ROWS)):
+                    code.call(tiles, block, left, *rest)
+
+    if tiles:
+        with code.when(left_of_tiles.compare("==", 0)):
+            multiply(ROWS)
+        with code.when(left_of_tiles.compare(">", 0)):
+            multiply(FEW_ROWS)
+    else:
+        multiply(FEW_ROWS)
     code.end()
     return code
 
@@ -263,7 +269,7 @@ def _joined(upper: Integers, lower: Integers) -> Floats:
 
 
 def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Type) -> Function:
-    """Up to 16 rows, within tile registers of TILE_SHAPES:
+    """Up to 16 rows, within `amx.tile_registers`:
     (block, rows, inputs, panel, addend, its stride, out, its stride)"""
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"tiles_{result}", types, lanes=LANES)
@@ -271,7 +277,7 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
     addend, out, width = addend.of(element), out.of(result), vectors * LANES
     groups, depth = group_count(inputs, 8), block_depth(inputs, 8)
     space = code.builder.alloca(floats_type(LANES), size=2 * SUMS_SIZE // LANES)
-    passed, tiles = Memory(code.builder, space, LANES), amx.TileCode(code, TILE_SHAPES)
+    passed, tiles = Memory(code.builder, space, LANES), amx.TileCode(code)
     scales = panel.from_(code_lanes(inputs, 8) * width)
     offsets = scales.from_(groups * width)
     ahead = offsets.from_(groups * width)
@@ -328,22 +334,16 @@ def _put_sums(
     """A group's sums of upper bytes [rows, outputs], then those of lower bytes."""
     depth = block_depth(inputs, 8)
 
-    def multiply(first: Count, x: tuple[int, int], weights: int) -> None:
-        lane = first // INPUTS_OF_LANE
-        codes = block.from_(_code_place(lane, 8))
-        tiles.load(weights, panel.from_(lane * width), 4 * width)
-        for sums, register, byte in zip(_SUMS, x, (0, LANES_TOGETHER[8]), strict=True):
-            tiles.load(register, codes.from_(byte), depth * 4)
-            tiles.add_byte_products(sums, register, weights)
-
     for sums in _SUMS:
         tiles.zero(sums)
     first = group * GROUPS[8]
-    end = (first + GROUPS[8]).at_most(inputs)
-    with code.loop(first, end - PART, step=2 * PART) as two_parts:
-        multiply(two_parts, _X, _WEIGHTS)
-    with code.when((end % (2 * PART)).compare("!=", 0)):
-        multiply(end - PART, _X_OF_PART, _WEIGHTS_OF_PART)
+    with code.loop(first, (first + GROUPS[8]).at_most(inputs), step=INPUTS_OF_TILE) as start:
+        lane = start // INPUTS_OF_LANE
+        codes = block.from_(_code_place(lane, 8))
+        tiles.load(_WEIGHTS, panel.from_(lane * width), 4 * width)
+        for sums, register, byte in zip(_SUMS, _X, (0, LANES_TOGETHER[8]), strict=True):
+            tiles.load(register, codes.from_(byte), depth * 4)
+            tiles.add_byte_products(sums, register, _WEIGHTS)
     for index, sums in enumerate(_SUMS):
         tiles.store(sums, out.from_(index * (ROWS * LANES)), amx.ROW_BYTES)
 

@@ -363,8 +363,7 @@ def _panels(code: Function, given: Arguments, tile: Tile) -> Iterator[_Place]:
     parts = (every_row + rows_per_item - 1) // rows_per_item
     items = (panels + a_item - 1) // a_item * parts
     on_tiles = integer_rows.on_tiles(tile.bits)
-    shapes = integer_rows.TILE_SHAPES if on_tiles else amx.WHOLE
-    registers = amx.tile_registers(code, used=tile.amx or on_tiles, shapes=shapes)
+    registers = amx.tile_registers(code, used=tile.amx or on_tiles)
     with registers, code.claim(given.field("items_claimed"), items) as item:
         first, row = item // parts * a_item, item % parts * rows_per_item
         rows = (every_row - row).at_most(rows_per_item)

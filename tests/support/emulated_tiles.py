@@ -22,7 +22,7 @@ from baton.kernels.cpu import (
     product,
     vectors,
 )
-from baton.kernels.cpu.amx import HALF, WHOLE, TileCode, TileShape
+from baton.kernels.cpu.amx import HALF, TileCode
 from baton.kernels.cpu.compiler import AVX512, NEON
 from baton.kernels.cpu.ir_builder import Count, Function, Memory, number
 from baton.kernels.cpu.vectors import BFLOAT16, Floats, Integers, floats_type, lane_numbers
@@ -37,8 +37,8 @@ INTEGERS = ir.VectorType(ir.IntType(32), LINE)
 class EmulatedTiles(TileCode):
     """A function's registers: none are kept for another function."""
 
-    def __init__(self, code: Function, shapes: tuple[TileShape, ...] = WHOLE) -> None:
-        super().__init__(code, shapes)
+    def __init__(self, code: Function) -> None:
+        super().__init__(code)
         space = code.builder.alloca(floats_type(LINE), size=8 * HALF)
         self._registers = Memory(code.builder, space, LINE)
 
@@ -53,12 +53,8 @@ class EmulatedTiles(TileCode):
             self._row(register, row).put(self._code.zero())
 
     def load(self, register: int, source: Memory, stride: Count | int) -> None:
-        shape = self._shapes[register]
-        for row in range(shape.rows):
-            lanes = shape.row_bytes // 4
-            found = self._place(source, row, stride).in_lanes(lanes).vector()
-            whole = found.arranged(found, [lane % lanes for lane in range(LINE)])
-            self._row(register, row).put(whole)
+        for row in range(HALF):
+            self._row(register, row).put(self._place(source, row, stride).vector())
 
     def store(self, register: int, target: Memory, stride: Count | int) -> None:
         for row in range(HALF):
@@ -80,7 +76,7 @@ class EmulatedTiles(TileCode):
         with self._code.loop(0, HALF) as row:
             place = self._row(sums, row)
             total = Integers(self._code.builder, _bits(place.vector()))
-            with self._code.sum_loop(0, self._shapes[weights].rows, [total]) as (quad, totals):
+            with self._code.sum_loop(0, HALF, [total]) as (quad, totals):
                 words = _bits(self._row(weights, quad).vector())
                 codes = _bits(self._row(x, row).repeated(quad))
                 totals[0] = plus_dot(totals[0], words, codes, is_signed=False)
