@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +18,22 @@ SIZES: dict[str, object] = {"kv_memory": "512MiB", "threads": 1}
 TREE: dict[str, object] = {"prefill": SIZES, "decode": SIZES}
 
 
-@pytest.fixture(scope="package")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    """The embedded model on one prefill and one decode worker.
+CLUSTERS = contextlib.ExitStack()
+"""Those that several files share."""
 
-    Neither this nor the next cluster outlives the last test here: an idle one takes CPU, too."""
-    with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("embedded"), tree=TREE) as cluster:
-        yield cluster
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """No cluster outlives the last test here: also an idle one takes CPU."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        CLUSTERS.close()
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> ProcessCluster:
+    """The embedded model on one prefill and one decode worker."""
+    cluster = ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("embedded"), tree=TREE)
+    return CLUSTERS.enter_context(cluster)
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +51,15 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_shallow_model(tmp_path_factory.mktemp("model") / "shallow")
 
 
-@pytest.fixture(scope="package")
-def shallow_pair(
-    shallow: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ProcessCluster]:
+@pytest.fixture(scope="session")
+def shallow_pair(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> ProcessCluster:
     """These on one prefill and one decode worker."""
     sizes: dict[str, object] = {"kv_memory": "64MiB", "threads": 1}
     tree: dict[str, object] = {"prefill": sizes, "decode": sizes}
-    with ProcessCluster(shallow, tmp_path_factory.mktemp("pair"), tree=tree) as cluster:
-        yield cluster
-        cluster.wait_idle()
+    cluster = ProcessCluster(shallow, tmp_path_factory.mktemp("pair"), tree=tree)
+    CLUSTERS.enter_context(cluster)
+    CLUSTERS.callback(cluster.wait_idle)
+    return cluster
 
 
 @pytest.fixture(scope="session")
