@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import ray
 from ray._common import utils as ray_utils
 from ray._private import node, parameter, ray_constants, services, state, utils
 from ray.experimental import internal_kv
+from ray.job_config import JobConfig
 
 from baton.cluster import fleet as fleets
 from baton.cluster.fleet import Fleet
@@ -40,7 +41,7 @@ def join(address: str, namespace: str) -> str:
     _silence_ray()
     check_ray(address)
     try:
-        context = ray.init(address, namespace=namespace, **_QUIET)
+        context = ray.init(address, namespace=namespace, job_config=_job(), **_QUIET)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise Unavailable(f"cannot join Ray at {address}: {error}") from error
     return _log_folder(context)
@@ -77,6 +78,7 @@ def start(namespace: str, processes: int) -> str:
             context = ray.init(
                 "local",
                 namespace=namespace,
+                job_config=_job(),
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 # Our actors ask for none; Ray prepares as many processes while it starts.
@@ -88,6 +90,18 @@ def start(namespace: str, processes: int) -> str:
         reason = str(error).rstrip(".")
         raise Unavailable(f"Ray cannot start: {reason}; its logs are in {logs}") from error
     return _log_folder(context)
+
+
+class _NoPaths(list[str]):
+    def extend(self, paths: Iterable[str]) -> None:
+        """Ray would put the folder that a command runs in before all packages of its workers: of
+        a model's folder they would import, and so run, what lies there."""
+
+
+def _job() -> JobConfig:
+    made = JobConfig()
+    made._py_driver_sys_path = _NoPaths()
+    return made
 
 
 def complete(address: str) -> str:
