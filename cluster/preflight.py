@@ -33,6 +33,7 @@ from baton.engine.model_choice import (
     describe_fallback,
     describe_pages,
     model_type,
+    native_obstacle,
     read_model,
     stored_shape,
     uses_fallback,
@@ -135,7 +136,8 @@ def engine_note(config: Config) -> str:
     folder = model_store.locate(config.model, weights=False)
     if not uses_fallback(folder, config.engine):
         return describe_pages(config.kv_dtype)
-    return describe_fallback(model_type(folder))
+    obstacle = native_obstacle(folder) if config.engine == "auto" else None
+    return describe_fallback(model_type(folder), obstacle)
 
 
 def _check_pools(config: Config, architecture: AnyArchitecture) -> None:

@@ -85,7 +85,7 @@ class Config:
     engine: Literal["auto", "native", "transformers"] = key(
         "auto",
         "native runs the families in docs/MODELS.md; transformers runs its own model classes over"
-        " our pages, without invariant numerics; auto: native where the family has one.",
+        " our pages, without invariant numerics; auto: native where that runs the model.",
         "--engine",
     )
     numerics: Literal["invariant", "fast"] = key(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from baton.core.errors import InvalidConfig
+from baton.core.errors import InvalidConfig, UnsupportedModel
 from baton.core.page_reach import LayerSlices, cut_layers
 from baton.engine.architecture import Architecture, Split, check_split, read_architecture
 from baton.engine.families import FAMILIES
@@ -59,10 +59,35 @@ AnyArchitecture = Architecture | FallbackArchitecture
 
 
 def uses_fallback(folder: Path, engine: EngineChoice = "auto") -> bool:
-    """Native families run natively unless asked otherwise."""
+    """Native families run natively unless asked otherwise, or a setting of theirs is one that
+    transformers alone runs."""
     if engine != "auto":
         return engine == "transformers"
-    return model_type(folder) not in FAMILIES
+    return model_type(folder) not in FAMILIES or _runs_elsewhere(folder)
+
+
+def _runs_elsewhere(folder: Path) -> bool:
+    """Whether transformers runs the native family's model, and the native engine does not."""
+    return native_obstacle(folder) is not None and _transformers_runs(folder)
+
+
+def native_obstacle(folder: Path) -> str | None:
+    """Why the native engine does not run the model, if its family is native."""
+    if model_type(folder) not in FAMILIES:
+        return None
+    try:
+        read_architecture(folder)
+    except UnsupportedModel as error:
+        return str(error)
+    return None
+
+
+def _transformers_runs(folder: Path) -> bool:
+    try:
+        _inspect(folder)
+    except UnsupportedModel:
+        return False
+    return True
 
 
 def choose_dtype(configured: str, device: str, *, fallback: bool = False) -> str:
@@ -94,8 +119,12 @@ def read_model(
 ) -> AnyArchitecture:
     """The architecture of the model in `folder`, for the engine that runs it; or
     UnsupportedModel."""
-    if not uses_fallback(folder, engine):
-        return read_architecture(folder, max_context)
+    if uses_fallback(folder, engine):
+        return _inspect(folder)
+    return read_architecture(folder, max_context)
+
+
+def _inspect(folder: Path) -> FallbackArchitecture:
     from baton.engine.fallback.inspection import inspect_model  # imports torch and transformers
 
     return inspect_model(folder)
@@ -197,10 +226,12 @@ def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:
     return split.of(model) if isinstance(model, Architecture) else model
 
 
-def describe_fallback(family: str) -> str:
-    """A warning that a model runs through transformers, in one line."""
+def describe_fallback(family: str, obstacle: str | None = None) -> str:
+    """A warning that a model runs through transformers, in one line, and why if it is a native
+    family's."""
+    reason = f" ({obstacle})" if obstacle else ""
     return (
-        f"{family} runs through transformers, over our pages: without compiled kernels or recorded"
-        " steps, without tensor parallelism, and with last bits that depend on the batch, whatever"
-        " numerics says"
+        f"{family} runs through transformers{reason}, over our pages: without compiled kernels or"
+        " recorded steps, without tensor parallelism, and with last bits that depend on the batch,"
+        " whatever numerics says"
     )

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, DynamicCache
 
@@ -97,6 +98,8 @@ def read_class(folder: Path) -> tuple[Any, Any]:
     kind, names = stated.get("model_type", str, ""), stated.get("architectures", list, [])
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except StrictDataclassError as error:
+        raise UnsupportedModel(f"config.json: {' '.join(str(error).split())}") from error
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(
             f"model type {kind!r} is not part of transformers {transformers.__version__}, and code"

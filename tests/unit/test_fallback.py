@@ -22,6 +22,8 @@ from tiny_models import (
 )
 from transformers import AutoConfig, BertForMaskedLM, T5ForConditionalGeneration
 
+from baton.cluster.preflight import engine_note
+from baton.core.config import parse
 from baton.core.errors import (
     BatonError,
     InvalidCheckpoint,
@@ -142,6 +144,39 @@ def test_native_families_run_natively_unless_asked_otherwise(tmp_path: Path) -> 
     assert uses_fallback(tmp_path / "gpt2")
     with pytest.raises(UnsupportedModel, match="'gpt2' is not supported; supported: llama"):
         read_model(tmp_path / "gpt2", "native")
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacle"),
+    [
+        ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings are not supported"),
+    ],
+)
+def test_a_native_family_with_a_setting_of_transformers_alone_runs_through_it(
+    changes: dict[str, object], obstacle: str, tmp_path: Path
+) -> None:
+    oracle = save(TINY_MODELS["llama"].changed(**changes), tmp_path)
+    note = engine_note(parse({"model": str(tmp_path)}))
+    assert note.startswith(f"llama runs through transformers ({obstacle}")
+    with pytest.raises(UnsupportedModel, match=obstacle):
+        read_model(tmp_path, "native")
+    found = serve(Engine.load(tmp_path, kv_memory=KV_MEMORY), PROMPTS, ANSWER, 9)
+    assert found == choices_of_transformers(oracle, PROMPTS, found)
+
+
+def test_what_neither_engine_runs_is_refused_as_the_native_one_refuses_it(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    for changes, message in (
+        ({"is_causal": False}, "is_causal false is not supported"),
+        ({"is_causal": None, "is_encoder_decoder": True}, "is_encoder_decoder true is not"),
+    ):
+        change_config(tmp_path, **changes)
+        with pytest.raises(UnsupportedModel, match=message):
+            read_model(tmp_path)
+    change_config(tmp_path, is_encoder_decoder=None, layer_types=["full_attention"])
+    with pytest.raises(UnsupportedModel, match=r"config\.json: .*layer_types"):
+        read_model(tmp_path, "transformers")
 
 
 def test_the_start_says_what_the_fallback_costs(
