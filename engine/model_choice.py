@@ -63,12 +63,9 @@ def uses_fallback(folder: Path, engine: EngineChoice = "auto") -> bool:
     transformers alone runs."""
     if engine != "auto":
         return engine == "transformers"
-    return model_type(folder) not in FAMILIES or _runs_elsewhere(folder)
-
-
-def _runs_elsewhere(folder: Path) -> bool:
-    """Whether transformers runs the native family's model, and the native engine does not."""
-    return native_obstacle(folder) is not None and _transformers_runs(folder)
+    if model_type(folder) not in FAMILIES:
+        return True
+    return native_obstacle(folder) is not None and _inspected(folder) is not None
 
 
 def native_obstacle(folder: Path) -> str | None:
@@ -80,14 +77,6 @@ def native_obstacle(folder: Path) -> str | None:
     except UnsupportedModel as error:
         return str(error)
     return None
-
-
-def _transformers_runs(folder: Path) -> bool:
-    try:
-        _inspect(folder)
-    except UnsupportedModel:
-        return False
-    return True
 
 
 def choose_dtype(configured: str, device: str, *, fallback: bool = False) -> str:
@@ -119,9 +108,22 @@ def read_model(
 ) -> AnyArchitecture:
     """The architecture of the model in `folder`, for the engine that runs it; or
     UnsupportedModel."""
-    if uses_fallback(folder, engine):
+    if engine == "transformers" or (engine == "auto" and model_type(folder) not in FAMILIES):
         return _inspect(folder)
-    return read_architecture(folder, max_context)
+    try:
+        return read_architecture(folder, max_context)
+    except UnsupportedModel:
+        if engine == "auto" and (found := _inspected(folder)):
+            return found
+        raise
+
+
+def _inspected(folder: Path) -> FallbackArchitecture | None:
+    """The model as transformers runs it, if it does."""
+    try:
+        return _inspect(folder)
+    except UnsupportedModel:
+        return None
 
 
 def _inspect(folder: Path) -> FallbackArchitecture:
