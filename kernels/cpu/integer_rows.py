@@ -156,7 +156,6 @@ def panel_code(
     code = Function(module, f"panel_{result}", types)
     blocks, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out = addend.of(element), out.of(result)
-    left_of_tiles = inputs % INPUTS_OF_TILE
 
     def multiply(step: int) -> None:
         with code.loop(0, rows, step=step) as row:
@@ -172,6 +171,7 @@ def panel_code(
                     code.call(tiles, block, left, *rest)
 
     if tiles:
+        left_of_tiles = inputs % INPUTS_OF_TILE
         with code.when(left_of_tiles.compare("==", 0)):
             multiply(ROWS)
         with code.when(left_of_tiles.compare(">", 0)):
