@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run
+from random_shapes import SHAPES
 from scripted_router import ScriptedRouter
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
@@ -37,7 +38,7 @@ def test_starting_the_command_line_loads_nothing_heavy() -> None:
 
 
 def test_the_commands_that_serve_prints_name_one_of_several_models(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["small"]))
     router = Member("router-0", None, "", address="127.0.0.1:1", http="127.0.0.1:2")
     model = {"model": str(tmp_path)}
     shown = instructions(router, configs.parse({"models": {"a": model, "b": model}}), "logs")
