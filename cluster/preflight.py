@@ -35,6 +35,7 @@ from baton.engine.model_choice import (
     model_type,
     native_obstacle,
     read_model,
+    served_context,
     stored_shape,
     uses_fallback,
 )
@@ -103,6 +104,7 @@ def _prepare_model(config: Config, workers_here: bool) -> Config:
     weights = workers_here and config.weights == "files"
     folder = model_store.locate(config.model, weights=weights)
     architecture = read_model(folder, config.engine, config.max_context)
+    served_context(architecture, config.max_context)
     check_quantization(config.quantization, architecture, config.device, config.dtype)
     check_kv_dtype(config.kv_dtype, architecture, config.device)
     find_draft(config, folder, weights=weights)

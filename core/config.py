@@ -168,7 +168,7 @@ class Config:
     page_size: PositiveInt = key(16, "Tokens of a page.", "--page-size")
     prefix_cache: bool = key(True, "Keep pages of prompts and answers for later prompts.")
     max_context: PositiveInt | None = key(
-        None, "A shorter context than the model's.", "--max-context"
+        None, "A shorter context than the model's; a longer one is refused.", "--max-context"
     )
     drain_seconds: NonNegativeFloat = key(
         20.0, "Seconds that a stopping process lets its requests run. A worker's then migrate."

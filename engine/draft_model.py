@@ -107,7 +107,7 @@ def load_draft(config: Config, folder: Path, main: Engine) -> Engine:
         device=str(device),
         page_size=config.page_size,
         kv_memory=config.draft_kv_memory or main.pool.total // main.pool.slices * page,
-        max_context=config.max_context,
+        max_context=config.max_context and min(config.max_context, architecture.context_length),
         random_weights=config.weights == "random",
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,

@@ -42,6 +42,7 @@ from baton.engine.model_choice import (
     describe_fallback,
     part_of,
     read_model,
+    served_context,
     stored_shape,
 )
 from baton.engine.page_groups import make_pool
@@ -149,6 +150,7 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(threads)
         architecture = read_model(folder, engine, max_context)
+        context = served_context(architecture, max_context)
         split = group.split if group else WHOLE
         part = part_of(architecture, split)
         kind = _dtype(dtype)
@@ -179,7 +181,6 @@ class Engine:
         else:
             model = _load_fallback(folder, architecture, kind, device, random_weights)
         adapters = _room_for_adapters(model, gpu, device, group)
-        context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
             kv_memory = _memory_for_pages(model, gpu, context, page_size, kind, device, group)
             if gpu.draft:

@@ -132,6 +132,17 @@ def _inspect(folder: Path) -> FallbackArchitecture:
     return inspect_model(folder)
 
 
+def served_context(model: AnyArchitecture, max_context: int | None) -> int:
+    """The longest context that is served; InvalidConfig where the model's is shorter."""
+    if max_context is not None and max_context > model.context_length:
+        raise InvalidConfig(
+            f"max_context is {max_context}, and the model ({model.family}) has a context of"
+            f" {model.context_length}",
+            field="max_context",
+        )
+    return max_context or model.context_length
+
+
 def check_ranks_of(model: AnyArchitecture, size: int) -> None:
     """Raises InvalidConfig when `size` ranks cannot share the model."""
     if isinstance(model, Architecture):

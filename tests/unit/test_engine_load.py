@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, change_config, generate_with_transformers, save
 from transformers import AutoModelForCausalLM
 
+from baton.cluster.preflight import prepare
+from baton.core.config import parse
 from baton.core.errors import (
     Internal,
     InvalidCheckpoint,
@@ -21,6 +23,7 @@ from baton.core.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
+from baton.engine.draft_model import load_draft
 from baton.engine.engine import Engine
 
 PROMPT = list(range(1, 30))
@@ -226,6 +229,31 @@ def test_the_context_is_what_model_and_pool_and_operator_allow(folder: Path) -> 
     assert load(folder).context_length == 256
     assert Engine.load(folder, kv_memory=page_bytes * 3).context_length == 48
     assert Engine.load(folder, kv_memory=KV_MEMORY, max_context=100).context_length == 100
+
+
+def test_a_context_longer_than_the_models_is_refused_before_the_start(folder: Path) -> None:
+    config = parse({"model": str(folder), "max_context": 257})
+    message = r"max_context is 257, and the model \(qwen2\) has a context of 256"
+    for start in (
+        lambda: prepare(config),
+        lambda: Engine.load(folder, kv_memory=KV_MEMORY, max_context=257),
+    ):
+        with pytest.raises(InvalidConfig, match=message) as refused:
+            start()
+        assert refused.value.field == "max_context"
+    assert Engine.load(folder, kv_memory=KV_MEMORY, max_context=256).context_length == 256
+
+
+def test_a_draft_may_have_a_shorter_context_than_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    save(TINY_MODELS["qwen2"].changed(max_position_embeddings=128), tmp_path / "draft")
+    draft = str(tmp_path / "draft")
+    config = parse({"speculation": "draft", "draft_model": draft, "max_context": 200})
+    assert (
+        load_draft(
+            config, Path(draft), Engine.load(folder, kv_memory=KV_MEMORY, max_context=200)
+        ).context_length
+        == 128
+    )
 
 
 @pytest.mark.parametrize(
