@@ -155,7 +155,7 @@ class TokenGuide:
     def _mask_of(self, matcher: LLMatcher) -> Mask:
         packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
-            raise Exhausted(f"the grammar is too complex: {matcher.get_error()}")
+            raise _fault(matcher.get_error())
         mask = np.unpackbits(packed, bitorder="little")
         if matcher.is_accepting():
             mask[[token for token in self._ends if token < len(mask)]] = 1
@@ -172,7 +172,19 @@ def _begin(matcher: LLMatcher, tokens: list[int]) -> None:
 
 def _consume(matcher: LLMatcher, tokens: list[int]) -> None:
     if tokens and not matcher.consume_tokens(tokens):
-        raise Internal(f"the answer left its grammar: {matcher.get_error()}")
+        raise _fault(matcher.get_error())
+
+
+def _fault(error: str) -> BatonError:
+    """llguidance's error as ours: its first line, since the matcher's state follows."""
+    first = error.partition("\n")[0]
+    if "\nStop: NoExtension" in error:
+        return InvalidGrammar(
+            "the structure allows no token here, not even an end", field="grammar"
+        )
+    if "TooComplex\n" in error:
+        return InvalidGrammar(f"the grammar is too complex: {first}", field="grammar")
+    return Internal(f"the answer left its grammar: {first}")
 
 
 def _end_token(folder: Path) -> int | None:

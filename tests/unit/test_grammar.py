@@ -201,6 +201,25 @@ def test_a_grammar_that_only_the_tokenizer_refuses_fails_its_request_alone(
         engine.step({begin(engine, asked): len(PROMPT)})
 
 
+@pytest.mark.parametrize(
+    ("structure", "fault"),
+    [
+        (Structure("json_schema", '{"$ref": "#"}'), "the structure allows no token here"),
+        (Structure("lark", 'start: start "a"'), "the structure allows no token here"),
+        (
+            Structure("lark", 'start: many{0,3000} "a"{400}\nmany: "a" | many many | ""'),
+            "too complex: ",
+        ),
+    ],
+)
+def test_a_structure_that_leads_nowhere_is_the_callers_fault_in_one_line(
+    engine: Engine, structure: Structure, fault: str
+) -> None:
+    with pytest.raises(InvalidGrammar, match=fault) as refused:
+        write(engine, [begin(engine, work(structure, Sampling()))])
+    assert "\n" not in str(refused.value)
+
+
 def test_the_grammar_travels() -> None:
     asked = work(ANY_OBJECT, Sampling())
     assert work_from(work_to(asked)) == asked
