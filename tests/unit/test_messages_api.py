@@ -62,6 +62,7 @@ def test_fields_become_those_of_a_request() -> None:
     form = {"type": "json_schema", "schema": {"const": 1}}
     wanted = Structure("json_schema", '{"const": 1}')
     assert request(output_config={"format": form}).structure == wanted
+    assert request(output_format=form).structure == wanted
 
 
 FIVE_MINUTES = {"type": "ephemeral"}

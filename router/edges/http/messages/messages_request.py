@@ -176,6 +176,7 @@ class CountTokensRequest(RequestModel):
         "Whether the model thinks first, where its chat template knows enable_thinking."
     )
     output_config: OutputConfig | None = about("How long to think; a JSON Schema of the answer.")
+    output_format: JsonOutput | None = about("As output_config.format, under its older name.")
 
     unserved: ClassVar[dict[str, Unserved]] = {
         "mcp_servers": Unserved("tools that the server calls", ([],)),
@@ -235,7 +236,7 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
                         yield part.get("cache_control")
 
     def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
-        form = self.output_config.format if self.output_config else None
+        form = (self.output_config and self.output_config.format) or self.output_format
         request = self._request(
             request_id,
             defaults,
