@@ -65,10 +65,12 @@ def why_not_ready(status: cluster_pb2.StatusResponse) -> str:
     usable = [worker for worker in status.workers if worker.attached and not worker.fault]
     prefill = [worker for worker in usable if worker.member.role == worker_pb2.ROLE_PREFILL]
     decode = {w.member.worker_id for w in usable if w.member.role == worker_pb2.ROLE_DECODE}
+    faults = [f"{each.member.worker_id}: {each.fault}" for each in status.workers if each.fault]
+    why = f" ({'; '.join(faults)})" if faults else ""
     if not prefill:
-        return "the router has no prefill worker"
+        return f"the router has no prefill worker{why}"
     if not decode:
-        return "the router has no decode worker"
+        return f"the router has no decode worker{why}"
     if not any(decode.intersection(worker.connected) for worker in prefill):
         return "no prefill worker is connected to a decode worker"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from baton.core.page_reach import Window, first_kept
+from baton.core.types import Role
 from baton.router.placement.cost_model import Costs, larger
 
 
@@ -152,6 +153,8 @@ class Snapshot:
     decode: DecodeColumns = field(default_factory=DecodeColumns)
     # Why pairs of attached workers cannot exchange pages, where they cannot.
     mismatches: Sequence[str] = ()
+    # By role, which workers are not sound and so not among these.
+    faults: Mapping[Role, Sequence[str]] = field(default_factory=dict)
     # Whether decode workers may prefill where no prefill worker can.
     local_prefill: bool = False
     # Whether they may prefill other prompts too, or must prefill all.

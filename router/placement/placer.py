@@ -53,6 +53,7 @@ class Topology:
         # Why pairs can never exchange pages.
         misfits = (link.peers.mismatch(other.agent) for link in prefill for other in decode)
         self.mismatches = list(filter(None, misfits))
+        self.faults = {role: membership.faults(role) for role in Role}
         # Tokens and bytes of a page; 1 and 0 without decode workers. By slice, its window.
         self.page_size = decode[0].pool.layout.page_size or 1 if decode else 1
         self.page_bytes = decode[0].pool.page_bytes if decode else 0
@@ -182,7 +183,8 @@ class Placer:
         topology = self._topology
         if topology.decode and self._local is LocalPrefill.ALWAYS:
             return None
-        why = why_no_pair(topology.prefill_ids, topology.decode_ids, topology.mismatches)
+        ids = topology.prefill_ids, topology.decode_ids
+        why = why_no_pair(*ids, topology.mismatches, topology.faults)
         local = bool(topology.decode) and self._may_prefill_locally()
         return None if local and not isinstance(why, LayoutMismatch) else why
 
@@ -207,6 +209,7 @@ class Placer:
             prefill=topology.prefill_columns(work, suspicion),
             decode=topology.decode_columns(work, suspicion),
             mismatches=topology.mismatches,
+            faults=topology.faults,
             local_prefill=not encoded and self._may_prefill_locally(),
             local=LocalPrefill.NEVER if encoded else self._local,
             fetch=self._fetch,

@@ -7,9 +7,10 @@ less.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
+from baton.core.types import Role
 from baton.router.placement.placement import (
     LocalPrefill,
     Placement,
@@ -47,7 +48,7 @@ def choose(snapshot: Snapshot, *, one_token: bool = False) -> Placement | BatonE
 def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
     workers = snapshot.prefill
     if not workers.worker_ids:
-        return why_no_pair((), snapshot.decode.worker_ids, snapshot.mismatches)
+        return none_ready("prefill worker is", snapshot.faults.get(Role.PREFILL, ()))
     free = rows_with_room(workers.has_room)
     if not free:
         return _full("prefill")
@@ -66,7 +67,8 @@ def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
 def _split(snapshot: Snapshot) -> Placement | BatonError:
     workers, others = snapshot.prefill, snapshot.decode
     if not any(workers.reaches):
-        return why_no_pair(workers.worker_ids, others.worker_ids, snapshot.mismatches)
+        ids = workers.worker_ids, others.worker_ids
+        return why_no_pair(*ids, snapshot.mismatches, snapshot.faults)
     prefill_rows, decode_rows = rows_with_room(workers.has_room), rows_with_room(others.has_room)
     prefill, decode = PrefillScores(snapshot), DecodeScores(snapshot)
     pair = best_pair(snapshot, prefill, decode, prefill_rows, decode_rows)
@@ -115,13 +117,20 @@ def _full(role: str) -> Exhausted:
 
 
 def why_no_pair(
-    prefill: Sequence[str], decode: Sequence[str], mismatches: Sequence[str]
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    mismatches: Sequence[str],
+    faults: Mapping[Role, Sequence[str]],
 ) -> Unavailable:
     """Why no prefill worker of these can push to a decode worker."""
-    if not prefill:
-        return Unavailable("no prefill worker is ready")
-    if not decode:
-        return Unavailable("no decode worker is ready")
+    for role, workers in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        if not workers:
+            return none_ready(f"{role} worker is", faults.get(role, ()))
     if mismatches:
         return LayoutMismatch(mismatches[0])
     return Unavailable("no prefill worker is connected to a decode worker yet")
+
+
+def none_ready(missing: str, faults: Sequence[str]) -> Unavailable:
+    """`faults` name the workers that would be ready if they were sound."""
+    return Unavailable(f"no {missing} ready" + (f": {', '.join(faults)}" if faults else ""))

@@ -122,6 +122,14 @@ class Membership:
         """Links of workers of a role that may get new requests."""
         return (link for link in self.attached(role) if link.usable)
 
+    def faults(self, role: Role) -> list[str]:
+        """Which workers of a role are attached and get nothing, since they are not sound."""
+        return [
+            f"{link.worker_id} {'failed its canary' if link.canary_error else 'reports a fault'}"
+            for link in self.attached(role)
+            if link.takes_requests and not link.usable
+        ]
+
     def attached(self, role: Role) -> Iterator[WorkerLink]:
         return (link for link in self.links if link.role is role and not self._is_duplicate(link))
 

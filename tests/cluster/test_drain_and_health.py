@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ProcessCluster
+from safetensors.torch import load_file, save_file
 from streams import begin
 from waiting import until
 
@@ -189,6 +192,34 @@ async def test_an_idle_worker_makes_a_token_now_and_then(tiny: Path, tmp_path: P
             await until(lambda name=name: has_computed(name))
         async with AsyncClient(cluster.address) as client:
             assert not any(worker.fault for worker in (await client.status()).workers)
+
+
+async def test_a_failed_canary_is_named_in_errors_and_health(tiny: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][0] = float("nan")  # which only the canary asks for
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    settings = tree(canary_seconds=0.2, local_prefill="never", placement_timeout=0.5)
+    with ProcessCluster(broken, tmp_path, tree=settings, wait_ready=False) as cluster:
+
+        async def all_failed() -> bool:
+            faults = [worker.fault for worker in (await client.status()).workers]
+            return len(faults) == 2 and all("its canary failed" in fault for fault in faults)
+
+        async with AsyncClient(cluster.address) as client:
+            await until(all_failed)
+            with pytest.raises(baton.Unavailable) as refused:
+                await client.generate([1, 2], max_tokens=3)
+            with pytest.raises(baton.DeadlineExceeded, match="prefill-0: its canary failed"):
+                await client.wait_ready(timeout=0.1)
+        message = "no prefill worker is ready: prefill-0 failed its canary"
+        assert refused.value.message == message
+        async with httpx.AsyncClient(base_url=f"http://{cluster.http}") as http:
+            asked = await http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})
+            ready = await http.get("/ready")
+        assert (asked.status_code, asked.json()["error"]["message"]) == (503, message)
+        health = "no workers are ready: prefill-0 failed its canary, decode-0 failed its canary"
+        assert (ready.status_code, ready.json()["error"]["message"]) == (503, health)
 
 
 async def publish(membership: MembershipService, cluster: ProcessCluster, *names: str) -> None:

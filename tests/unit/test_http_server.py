@@ -92,7 +92,9 @@ async def served(
     serving: ScriptedServing, reader_buffer: int = 100, keys: str = "", origins: Sequence[str] = ()
 ) -> AsyncIterator[str]:
     """The address of a server in front of `serving`, which asks for the keys in a file."""
-    membership = cast(Membership, SimpleNamespace(context_length=lambda: 64))
+    membership = cast(
+        Membership, SimpleNamespace(context_length=lambda: 64, faults=lambda role: [])
+    )
     models = ServedModels()
     models.add(ServedModel("tiny", cast(Serving, serving), membership))
     context = EdgeContext(models, serving.activity, KeyRing(keys), reader_buffer)

@@ -26,6 +26,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.proto_json import Json, to_json
+from baton.core.types import Role
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http import openapi as api
@@ -58,6 +59,7 @@ from baton.router.edges.http.responses.responses_endpoint import ResponsesEndpoi
 from baton.router.followed_models import FollowedModels
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
+from baton.router.placement.policy import none_ready
 
 OPEN_PATHS = ("/health", "/ready")
 """Need no API key, like the page, which asks for one where the router does."""
@@ -289,7 +291,9 @@ class HttpApp:
         if self._context.activity.draining:
             raise Unavailable("this router is about to stop and takes no new requests")
         if not self._context.can_place:
-            raise Unavailable("no workers are ready")
+            memberships = [model.membership for model in self._context.models]
+            faults = [fault for each in memberships for role in Role for fault in each.faults(role)]
+            raise none_ready("workers are", faults)
         return {"status": "ready"}
 
     async def _metrics(self, http: HttpRequest) -> Response:
