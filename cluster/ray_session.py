@@ -6,21 +6,21 @@ a restarted worker its role. The store lives as long as Ray's head, or as the Re
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray._common import utils as ray_utils
-from ray._private import node, parameter, ray_constants, services, state, utils
+from ray._private import services, state
 from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
 from baton.cluster import fleet as fleets
+from baton.cluster import own_ray
 from baton.cluster.fleet import Fleet
 from baton.cluster.preflight import check_ray
 from baton.core.errors import InvalidRequest, Unavailable
@@ -74,7 +74,7 @@ def start(namespace: str, processes: int) -> str:
     # By default Ray's workers yield to everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
-        with _own_ray():
+        with own_ray.few_processes():
             context = ray.init(
                 "local",
                 namespace=namespace,
@@ -210,53 +210,6 @@ def _namespace() -> str:
 def _silence_ray() -> None:
     """Ray would announce that it authenticates its processes, and leaves the signals to us."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-
-
-class _FewProcesses(parameter.RayParams):  # type: ignore[misc]
-    """A head without the processes that scale nodes and collect logs."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.no_monitor, self.include_log_monitor = True, False
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces the start of the dashboard's server, which Ray would wait for."""
-
-
-def _not_wanted() -> ImportError:
-    """Replaces the check for the dashboard's libraries: without them an agent serves no HTTP."""
-    return ImportError("the dashboard is not used")
-
-
-_OURS: tuple[tuple[Any, str, Any], ...] = (
-    # So it listens on loopback alone, as it does by default on systems where it forms no clusters.
-    (ray_constants, "ENABLE_RAY_CLUSTER", False),
-    (parameter, "RayParams", _FewProcesses),
-    (node.Node, "start_api_server", _nothing),
-    (utils, "get_dashboard_dependency_error", _not_wanted),
-)
-
-
-@contextlib.contextmanager
-def _own_ray() -> Iterator[None]:
-    """A Ray that starts within listens on loopback alone, and has no process or port that we do not
-    use. ray.init has no options for that. This process reads the environment when it imports Ray,
-    and Ray's own do."""
-    clusters = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    before = os.environ.get(clusters)
-    theirs = [getattr(owner, name) for owner, name, _ in _OURS]
-    os.environ[clusters] = "0"
-    for owner, name, ours in _OURS:
-        setattr(owner, name, ours)
-    try:
-        yield
-    finally:
-        for (owner, name, _), value in zip(_OURS, theirs, strict=True):
-            setattr(owner, name, value)
-        os.environ.pop(clusters)
-        if before is not None:
-            os.environ[clusters] = before
 
 
 def _log_folder(context: Any) -> str:

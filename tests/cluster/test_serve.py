@@ -55,6 +55,13 @@ def test_it_shows_how_far_it_is_and_how_to_use_it(serve: Serve) -> None:
     assert serve.stderr == ""
 
 
+def test_ray_runs_no_agents(serve: Serve) -> None:
+    """They would take a start's time, and nothing uses them."""
+    titles = serve.processes().values()
+    assert sum("idle_agent.py" in title and "/raylet" not in title for title in titles) == 2
+    assert not [title for title in titles if title.startswith(("ray::Dash", "ray::RuntimeEnv"))]
+
+
 def test_it_answers(serve: Serve) -> None:
     command = [BATON, "generate", QUESTION, "--address", serve.address]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
