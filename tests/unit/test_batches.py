@@ -267,6 +267,8 @@ async def test_files_are_listed_retrieved_and_deleted(tmp_path: Path) -> None:
         assert (await client.files.content(file.id)).content == content
         listed = [each.id async for each in client.files.list(limit=2)]
         assert sorted(listed) == sorted(each.id for each in files)
+        with pytest.raises(openai.BadRequestError, match="order must be asc or desc"):
+            await client.files.list(order="up")  # type: ignore[arg-type]
         assert (await client.files.delete(file.id)).deleted
         for call in (client.files.retrieve, client.files.content, client.files.delete):
             with pytest.raises(openai.NotFoundError, match="there is no 'file-"):

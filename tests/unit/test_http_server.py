@@ -225,6 +225,30 @@ async def test_no_origin_is_allowed_by_default() -> None:
     assert not [name for name in (*asked.headers, *answer.headers) if "access-control" in name]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/v1/chat/completions", 405, '"/v1/chat/completions" takes POST requests, not GET'),
+        ("POST", "/v1/responses/input_tokens", 405, "requests, not POST"),
+        ("GET", "/v1/responses/x?stream=true", 400, "stream is not served"),
+        ("GET", f"/v1/requests?limit=1{'0' * 5000}", 400, "limit must be 1 to 1000"),
+        ("GET", f"/v1/requests?limit={'0' * 5000}1", 400, "limit must be 1 to 1000"),
+    ],
+)
+async def test_a_wrong_call_is_answered_with_what_is_right(
+    method: str, path: str, status: int, words: str
+) -> None:
+    async with client_of(ScriptedServing()) as client:
+        refused = await client.request(method, path)
+    assert refused.status_code == status
+    assert words in refused.json()["error"]["message"]
+
+
+async def test_a_slash_after_the_models_names_no_model() -> None:
+    async with client_of(ScriptedServing()) as client:
+        assert (await client.get("/v1/models/")).json() == (await client.get("/v1/models")).json()
+
+
 async def test_an_error_in_a_stream_is_an_event_that_ends_it() -> None:
     async with client_of(ScriptedServing(STARTED, AnswerDelta("a", [1]), Internal("x"))) as client:
         response = await client.post("/v1/chat/completions", json=STREAM)

@@ -76,7 +76,7 @@ def json_response(content: Json) -> Response:
 def query_limit(given: str | None, default: int, most: int) -> int:
     if given is None:
         return default
-    if not given.isdecimal() or not 1 <= int(given[:9]) <= most:
+    if not given.isdecimal() or len(given) > 9 or not 1 <= int(given) <= most:
         raise InvalidRequest(f"limit must be 1 to {most}, not {shown(given)}", field="limit")
     return int(given)
 

@@ -152,7 +152,7 @@ class HttpApp:
                 *_cors(cors_origins),
                 Middleware(ApiKeyMiddleware, context.keys, open_paths, admin_paths),
             ],
-            exception_handlers={404: self._not_found, HTTPException: _refuse},
+            exception_handlers={404: self._not_found, 405: _wrong_method, HTTPException: _refuse},
         )
         # A redirect would contain the host name that the caller used.
         self.app.router.redirect_slashes = False
@@ -221,6 +221,8 @@ class HttpApp:
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
+        if not name:
+            return await self._models(http)
         self._context.find(name, http.user)
         return json_response(self._model_object(name))
 
@@ -364,8 +366,15 @@ def _plain(get: Callable[[], Json]) -> Endpoint:
     return endpoint
 
 
+async def _wrong_method(http: HttpRequest, error: Exception) -> Response:
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    message = (
+        f"{shown(http.url.path)} takes {headers.get('Allow', 'no')} requests, not {http.method}"
+    )
+    return await _refuse(http, HTTPException(405, message, headers))
+
+
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
-    """Also where a path has no such method."""
     return error_response(error, request_id_of(http), path=http.url.path)
 
 

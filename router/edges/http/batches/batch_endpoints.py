@@ -28,6 +28,7 @@ from baton.router.edges.http.request_model import (
     StrictModel,
     about,
     seconds_of,
+    shown,
 )
 
 MAX_FILE_BYTES = 200 * 2**20
@@ -204,8 +205,11 @@ def _expiry(form: FormData, longest: float) -> float:
 def _page(http: HttpRequest, found: Sequence[Listed], default: int, most: int) -> Response:
     """Of a list, newest first: what comes after the id `after`, at most `limit`."""
     query = http.query_params
-    if query.get("order") == "asc":
-        found = found[::-1]
+    match query.get("order", "desc"):
+        case "asc":
+            found = found[::-1]
+        case order if order != "desc":
+            raise InvalidRequest(f"order must be asc or desc, not {shown(order)}", field="order")
     limit = query_limit(query.get("limit"), default, most)
     if after := query.get("after"):
         places = [place for place, each in enumerate(found) if each["id"] == after]

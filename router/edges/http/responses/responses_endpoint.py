@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.core.errors import InvalidRequest, UnknownRequest
+from baton.core.errors import InvalidRequest, NotServed, UnknownRequest
 from baton.core.proto_json import Json
 from baton.core.types import Message, Request
 from baton.router.edges.auth import Caller
@@ -128,6 +128,8 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     async def stored(self, http: HttpRequest) -> Response:
         owner, response_id = http.user.key.name, http.path_params["response_id"]
         if http.method != "DELETE":
+            if http.query_params.get("stream") == "true":
+                raise NotServed("stream is not served: a stored response as events", field="stream")
             return Response(self._store.body(owner, response_id), media_type="application/json")
         self._store.delete(owner, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
