@@ -141,6 +141,11 @@ class WorkerThread(ServerThread):
         node = ray.get_runtime_context().get_node_id()
         super().__init__(configs.dump(config), dataclasses.replace(member, role=role, node=node))
 
+    def stop(self) -> None:
+        if not self.serving:
+            self._record.close()
+        super().stop()
+
     def drain(self) -> None:
         """Takes nothing new, finishes what runs, and ends for good."""
         self._loop.call_soon_threadsafe(self._begin_draining)

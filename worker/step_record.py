@@ -1,6 +1,6 @@
 """The step record: which requests a worker's process computes, in a file that outlives it.
 
-    open_record ─▶ running ─▶ close: an orderly end, the files go
+    open_record ─▶ running ─▶ close: an orderly end, or a start that failed; the files go
                       └─ any other end ─▶ a process of the same scope reads them: a Verdict
 
 A scope is a cluster under Ray, whose workers on a node look for each other's records once a second,
@@ -125,7 +125,7 @@ class StepRecord:
             self.verdicts.extend(filter(None, map(_take, records)))
 
     def close(self) -> None:
-        """An orderly end: removes the files."""
+        """An orderly end, or one before any request: removes the files."""
         if self._path:
             _remove(self._path)
 

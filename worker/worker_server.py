@@ -94,7 +94,14 @@ class WorkerServer:
 
     async def start(self, host: str, port: int, metrics_port: int | None = None) -> None:
         """Loads the model and serves, with a `metrics_port` also metrics. When this returns, the
-        worker accepts requests."""
+        worker accepts requests; when it raises, no step record is left, as there is no suspect."""
+        try:
+            await self._start(host, port, metrics_port)
+        except BaseException:
+            self._record.close()
+            raise
+
+    async def _start(self, host: str, port: int, metrics_port: int | None) -> None:
         check_worker(self._config, host)
         if is_loopback(host):
             # All peers are on this machine; NIXL's UCX would listen on every interface.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import os
 import subprocess
@@ -14,9 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.core.types import AttemptKey, Sampling, Work
+from baton.core.config import parse
+from baton.core.errors import ModelNotFound
+from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.worker import step_record
 from baton.worker.step_record import Row, StepRecord, judge, open_record
+from baton.worker.worker_server import WorkerServer
 
 
 def row(name: str) -> Row:
@@ -187,6 +191,14 @@ def test_a_worker_judges_those_of_its_scope_that_end_beside_it(folder: Path) -> 
 
 def test_an_orderly_end_leaves_nothing(folder: Path) -> None:
     run(folder, "w", "record.close()")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_start_that_failed_leaves_nothing(folder: Path) -> None:
+    config = parse({"model": str(folder / "missing"), "device": "cpu"})
+    server = WorkerServer(config, Role.DECODE, "decode-0", record=open_record("w"))
+    with pytest.raises(ModelNotFound):
+        asyncio.run(server.start("127.0.0.1", 0))
     assert list(folder.iterdir()) == []
 
 
