@@ -32,8 +32,6 @@ from baton.engine.model_choice import (
     check_quantization,
     describe_fallback,
     describe_pages,
-    model_type,
-    native_obstacle,
     read_model,
     served_context,
     stored_shape,
@@ -138,8 +136,7 @@ def engine_note(config: Config) -> str:
     folder = model_store.locate(config.model, weights=False)
     if not uses_fallback(folder, config.engine):
         return describe_pages(config.kv_dtype)
-    obstacle = native_obstacle(folder) if config.engine == "auto" else None
-    return describe_fallback(model_type(folder), obstacle)
+    return describe_fallback(folder, config.engine)
 
 
 def _check_pools(config: Config, architecture: AnyArchitecture) -> None:

@@ -179,6 +179,7 @@ class Engine:
                 source, architecture, kind, device, group, quantization, balanced=balanced
             )
         else:
+            log.warning("%s", describe_fallback(folder, engine))
             model = _load_fallback(folder, architecture, kind, device, random_weights)
         adapters = _room_for_adapters(model, gpu, device, group)
         if not kv_memory:
@@ -290,12 +291,11 @@ def _load_fallback(
     device: str,
     random_weights: bool,
 ) -> FallbackModel:
-    """Loads and checks the model, and logs what it costs."""
+    """Loads and checks the model."""
     from baton.engine.fallback.fallback_model import load_fallback  # imports transformers
 
     if random_weights:
         raise InvalidConfig("random weights are for native models", field="weights")
-    log.warning("%s", describe_fallback(architecture.family))
     return load_fallback(folder, architecture, dtype, device)
 
 

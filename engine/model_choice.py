@@ -239,12 +239,13 @@ def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:
     return split.of(model) if isinstance(model, Architecture) else model
 
 
-def describe_fallback(family: str, obstacle: str | None = None) -> str:
+def describe_fallback(folder: Path, engine: EngineChoice) -> str:
     """A warning that a model runs through transformers, in one line, and why if it is a native
     family's."""
+    obstacle = native_obstacle(folder) if engine == "auto" else None
     reason = f" ({obstacle})" if obstacle else ""
     return (
-        f"{family} runs through transformers{reason}, over our pages: without compiled kernels or"
-        " recorded steps, without tensor parallelism, and with last bits that depend on the batch,"
-        " whatever numerics says"
+        f"{model_type(folder)} runs through transformers{reason}, over our pages: without compiled"
+        " kernels or recorded steps, without tensor parallelism, and with last bits that depend on"
+        " the batch, whatever numerics says"
     )

@@ -154,14 +154,16 @@ def test_native_families_run_natively_unless_asked_otherwise(tmp_path: Path) -> 
     ],
 )
 def test_a_native_family_with_a_setting_of_transformers_alone_runs_through_it(
-    changes: dict[str, object], obstacle: str, tmp_path: Path
+    changes: dict[str, object], obstacle: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     oracle = save(TINY_MODELS["llama"].changed(**changes), tmp_path)
     note = engine_note(parse({"model": str(tmp_path)}))
     assert note.startswith(f"llama runs through transformers ({obstacle}")
     with pytest.raises(UnsupportedModel, match=obstacle):
         read_model(tmp_path, "native")
-    found = serve(Engine.load(tmp_path, kv_memory=KV_MEMORY), PROMPTS, ANSWER, 9)
+    engine = Engine.load(tmp_path, kv_memory=KV_MEMORY)
+    assert note in caplog.messages
+    found = serve(engine, PROMPTS, ANSWER, 9)
     assert found == choices_of_transformers(oracle, PROMPTS, found)
 
 
