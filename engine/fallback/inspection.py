@@ -216,6 +216,7 @@ def _run_without_weights(config: Any, model_class: Any, seen: _Observed) -> str:
     try:
         with torch.device("meta"), torch.no_grad():
             model = _empty_model(config, model_class)
+            _check_numbering(model, seen.name)
             for module in model.modules():
                 module.register_forward_hook(note_body)
             rows = torch.zeros(1, ROWS, dtype=torch.long)
@@ -241,6 +242,15 @@ def _empty_model(config: Any, model_class: Any) -> Any:
     config._experts_implementation = "batched_mm"
     model = model_class._from_config(config, attn_implementation=INSPECTION, dtype=torch.float32)
     return model.eval()
+
+
+def _check_numbering(model: nn.Module, name: str) -> None:
+    """RoBERTa's embeddings number a sequence's tokens by themselves, but use positions as given."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UnsupportedModel(
+            f"{name} numbers tokens from behind the padding token's id, without the padding, and"
+            " transformers' own generate numbers them from 0, which gives other answers"
+        )
 
 
 def _context_length(text: Any, name: str) -> int:

@@ -70,6 +70,13 @@ REFUSED_MODELS: dict[str, tuple[TinyModel, str]] = {
         TinyModel("diffllama", {"hidden_size": 64}),
         "DiffLlamaForCausalLM attends 6 times in 3 layers",
     ),
+    **{
+        f"positions behind the padding, {family}": (
+            TinyModel(family, {"is_decoder": True, "hidden_size": 64}),
+            r"\w+ForCausalLM numbers tokens from behind the padding token's id",
+        )
+        for family in ("roberta", "xlm-roberta", "camembert")
+    },
     "no positions": (
         TinyModel("bloom", {"hidden_size": 64, "n_head": 4}),
         "BloomForCausalLM takes no positions",

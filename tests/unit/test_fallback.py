@@ -238,7 +238,6 @@ def test_code_that_ships_with_a_model_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        TinyModel("camembert", {"is_decoder": True, "hidden_size": 64}),  # positions after padding
         TinyModel("glm4_moe_lite", {**FOREIGN_MODELS["minicpm3-short-values"].settings}).changed(
             num_key_value_heads=2, first_k_dense_replace=4
         ),
