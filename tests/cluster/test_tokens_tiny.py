@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import openai
 import pytest
 from engine_loop import answer, load
 from processes import ProcessCluster
@@ -50,6 +52,33 @@ def test_tokens_equal_transformers(index: int, name: str, tmp_path: Path) -> Non
         assert answers == choices_of_transformers(oracle, asked, answers)
         assert ask(cluster, asked[-1:]) == answers[-1:], "with the prompt's pages cached"
         cluster.wait_idle()
+
+
+def test_a_model_without_a_tokenizer_answers_token_ids_over_http(
+    tiny: Path, tmp_path: Path
+) -> None:
+    tree: dict[str, object] = {
+        "prefill": {"kv_memory": "4MiB", "threads": 1},
+        "decode": {"kv_memory": "4MiB", "threads": 1},
+    }
+    with ProcessCluster(tiny, tmp_path, tree=tree) as cluster:
+        (prompt,) = prompts(0)[2:3]
+        (expected,) = ask(cluster, [prompt])
+        with openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none") as sdk:
+            create = partial(
+                sdk.completions.create,
+                model="",
+                prompt=prompt,
+                max_tokens=ANSWER,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+            )
+            (choice,) = create().choices
+            chunks = [chunk.choices[0] for chunk in create(stream=True)]
+        assert (choice.text, choice.model_dump()["token_ids"]) == ("", expected)
+        streamed = [token for each in chunks for token in each.model_dump()["token_ids"]]
+        assert streamed == expected
+        assert len(chunks) > 2
 
 
 @pytest.mark.parametrize(("name", "quantized"), [("llama", "gptq"), ("deepseek-v3", "fp8")])

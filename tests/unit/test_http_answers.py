@@ -150,6 +150,21 @@ def test_a_completion_is_rendered_whole_and_in_chunks() -> None:
         check(chunk, "CompletionAnswer")
 
 
+@pytest.mark.parametrize("kind", [ChatRenderer, CompletionRenderer])
+def test_token_ids_come_with_the_choices_where_asked_for(kind: type[Renderer]) -> None:
+    answer, name = whole(kind, return_token_ids=True), kind.__name__.removesuffix("Renderer")
+    check(answer, f"{name}Answer")
+    expected = {0: [1, 3], 1: [9, 2]}
+    assert {item["index"]: item["token_ids"] for item in answer["choices"]} == expected  # type: ignore[attr-defined]
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in chunks(kind, return_token_ids=True):
+        check(chunk, "ChatChunk" if kind is ChatRenderer else "CompletionAnswer")
+        (choice,) = chunk["choices"]  # type: ignore[misc]
+        ids[choice["index"]] += choice["token_ids"]
+    assert ids == expected
+    assert "token_ids" not in json.dumps(whole(kind)) + json.dumps(chunks(kind))
+
+
 def test_an_echo_is_in_front_of_every_answer_once() -> None:
     answer = whole(CompletionRenderer, echo=True)
     assert [item["text"] for item in answer["choices"]] == ["pab", "px"]  # type: ignore[attr-defined]

@@ -75,21 +75,25 @@ class AssistantDelta(TypedDict):
     tool_calls: NotRequired[list[ToolCallChunk]]
 
 
-class ChatChoice(TypedDict):
+class ReturnedTokens(TypedDict):
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChoice(ReturnedTokens):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishName
 
 
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(ReturnedTokens):
     index: int
     delta: AssistantDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishName | None
 
 
-class CompletionChoice(TypedDict):
+class CompletionChoice(ReturnedTokens):
     index: int
     text: str
     logprobs: CompletionLogprobs | None

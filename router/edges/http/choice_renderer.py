@@ -32,6 +32,7 @@ from baton.router.edges.http.answer_types import (
     FinishName,
     LogprobObject,
     RankedLogprob,
+    ReturnedTokens,
     TokenUsage,
     ToolCallChunk,
     ToolCallObject,
@@ -84,6 +85,9 @@ class ChoiceRenderer(AnswerRenderer[Body]):
         """An answer's first delta, or all of it, with what precedes it."""
         return delta
 
+    def _token_ids(self, delta: AnswerDelta) -> ReturnedTokens:
+        return {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
+
     def collect(self, event: AnswerEvent) -> None:
         """Adds an event to `whole`."""
         self._count(event)
@@ -113,7 +117,8 @@ class ChoiceRenderer(AnswerRenderer[Body]):
 
     def _delta(self, delta: AnswerDelta) -> bytes:
         frame = self._frames.get(delta.index)
-        scored = delta.logprobs or delta.prompt_logprobs
+        shown_ids = delta.token_ids if self._body.return_token_ids else ()
+        scored = delta.logprobs or delta.prompt_logprobs or shown_ids
         if frame and not (scored or delta.reasoning or delta.tool_calls):
             before, behind = frame
             text = delta.text
@@ -176,6 +181,7 @@ class ChatRenderer(ChoiceRenderer[ChatRequest]):
             "message": message,
             "logprobs": _chat_logprobs(delta.logprobs),
             "finish_reason": finish,
+            **self._token_ids(delta),
         }
 
     def _chunk_choice(
@@ -196,6 +202,7 @@ class ChatRenderer(ChoiceRenderer[ChatRequest]):
             "delta": content,
             "logprobs": _chat_logprobs(delta.logprobs),
             "finish_reason": finish,
+            **self._token_ids(delta),
         }
 
 
@@ -233,6 +240,8 @@ class CompletionRenderer(ChoiceRenderer[CompletionRequest]):
             "logprobs": self._logprobs(delta.index, delta.logprobs) if delta.logprobs else None,
             "finish_reason": finish,
         }
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
         if delta.prompt_logprobs and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [*map(_by_id, delta.prompt_logprobs)]
         return choice

@@ -184,6 +184,7 @@ class ChoicesRequest(StructureFields, GenerationRequest):
     n: int = about("Answers to each prompt.", 1, ge=1, le=bounds.MAX_ANSWERS)
     stop: Stops = about("The text is cut before the first of these.", ())
     stream_options: StreamOptions | None = about("Only together with stream.")
+    return_token_ids: bool = about("Return the ids of the answer's tokens in its choice.", False)
     user: ShortText = about("Ignored.", "")
 
     @property
