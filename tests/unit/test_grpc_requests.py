@@ -54,6 +54,13 @@ def test_a_prompt_may_be_a_chat_or_token_ids() -> None:
         pb.GenerateRequest(text="x", stop=["s" * 1025]),
         pb.GenerateRequest(text="x", stop_token_ids=[1] * 1025),
         pb.GenerateRequest(text="x", request_id="r" * 129),
+        pb.GenerateRequest(text="x", request_id="one\nWARNING two"),
+        pb.GenerateRequest(
+            chat=pb.Chat(
+                messages=[pb.ChatMessage(role="user", content="x")],
+                tool_choice=pb.ToolChoice(mode=9),  # type: ignore[arg-type]
+            )
+        ),
         pb.GenerateRequest(text="x", cache_salt="s" * 257),
         pb.GenerateRequest(text="x", priority=-1001),
         pb.GenerateRequest(text="x", cache_hint=pb.CacheHint(ttl_seconds=86401)),

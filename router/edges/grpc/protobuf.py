@@ -128,6 +128,8 @@ def _parse_input(item: pb.EmbedInput) -> Prompt:
 
 def _check_caller_fields(message: pb.GenerateRequest | pb.EmbedRequest) -> None:
     _check_size("request_id", message.request_id, bounds.MAX_REQUEST_ID, "characters")
+    if message.request_id and not message.request_id.isprintable():  # it is in logs, a line each
+        raise InvalidRequest("request_id must have printable characters", field="request_id")
     _check_size("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT, "characters")
     if abs(message.priority) > bounds.MAX_PRIORITY:
         limits = f"{-bounds.MAX_PRIORITY} to {bounds.MAX_PRIORITY}"
@@ -155,6 +157,8 @@ def _parse_chat(chat: pb.Chat) -> ChatPrompt:
             field = f"chat.messages[{index}].role"
             raise InvalidRequest(f"{field} is empty", field=field)
     choice = chat.tool_choice
+    if choice.mode not in pb.ToolChoice.Mode.values():
+        raise InvalidRequest(f"there is no mode {choice.mode}", field="chat.tool_choice.mode")
     offered = choice.mode != pb.ToolChoice.MODE_NONE
     must_call = choice.mode == pb.ToolChoice.MODE_REQUIRED
     tools = tuple(Tool(each.name, each.description, each.parameters) for each in chat.tools)
