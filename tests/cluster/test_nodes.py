@@ -35,6 +35,8 @@ from baton.v1.cluster_pb2 import StatusResponse, WorkerStatus
 pytestmark = pytest.mark.fleet
 
 RECOVERY_SECONDS = 120.0
+COMMAND_SECONDS = 240.0
+"""Commands wait ten minutes for nodes. pytest's limit ends no thread that waits for one."""
 POOL = {"workers": 2, "gpus": 1, "kv_memory": "4MiB", "threads": 1}
 
 
@@ -111,7 +113,13 @@ class Cluster:
 
 def baton(*arguments: str) -> str:
     environment = {**os.environ, **TOKEN}
-    ended = subprocess.run([BATON, *arguments], capture_output=True, text=True, env=environment)
+    ended = subprocess.run(
+        [BATON, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=COMMAND_SECONDS,
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -49,7 +49,7 @@ AUTOSCALED = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
 }
 START_SECONDS = 60.0
-HEAD_STARTS = 3
+STARTS = 3
 
 
 class Node(Command):
@@ -136,10 +136,7 @@ class RayNodes:
         self.end()
 
     def start_head(self) -> None:
-        """Starts the head at its address, also again after its death.
-
-        Retries as a supervisor would: Ray gives up when its node has not registered within 30 s.
-        """
+        """Starts the head at its address, also again after its death."""
         # Ray would take other nodes of ours on this machine for a head.
         (self._workspace / "ray_current_cluster").unlink(missing_ok=True)
         options = ["--head", f"--port={self.port}", "--include-dashboard=false"]
@@ -147,11 +144,6 @@ class RayNodes:
         if self._most_nodes:
             options.append(f"--autoscaling-config={self._autoscaling()}")
             self._environment |= AUTOSCALED
-        for _ in range(HEAD_STARTS - 1):
-            with contextlib.suppress(AssertionError):
-                self._add("head", HEAD, options)
-                return
-            self.kill("head")
         self._add("head", HEAD, options)
 
     def add(self, name: str, slots: int) -> Node:
@@ -223,6 +215,15 @@ class RayNodes:
         shutil.rmtree(self._workspace, ignore_errors=True)
 
     def _add(self, name: str, host: str, options: list[str]) -> Node:
+        """Retries as a supervisor would: Ray gives up when its node has not registered within
+        30 s."""
+        for _ in range(STARTS - 1):
+            with contextlib.suppress(AssertionError):
+                return self._start(name, host, options)
+            self.kill(name)
+        return self._start(name, host, options)
+
+    def _start(self, name: str, host: str, options: list[str]) -> Node:
         node = Node(self._workspace / f"start-{name}", host, options, self._environment)
         self.nodes[name] = self._keep(node)
         return node.wait_started()
