@@ -26,6 +26,7 @@ Values = npt.NDArray[np.float32]
 Field = TypeVar("Field", str, int, float, bool, list[str], list[int], list[float])
 
 _MAGIC = b"GGUF"
+_LFS = b"version https://git-lfs"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _AT_ONCE = 1 << 22
@@ -121,8 +122,7 @@ class _Header:
         with path.open("rb") as file:
             self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 4
-        if self._file[:4] != _MAGIC or self._scalar("I") not in _VERSIONS:
-            raise ValueError(f"it is not GGUF of version {' or '.join(map(str, _VERSIONS))}")
+        self._check_version()
         tensors, fields = self._scalar("Q"), self._scalar("Q")
         self.fields: dict[str, tuple[int, int]] = {}  # of each: its type and its position
         for _ in range(fields):
@@ -141,6 +141,15 @@ class _Header:
         end = max((each.start + each.size for each in self.tensors.values()), default=0)
         if end > len(self._file):
             raise ValueError(f"it has {len(self._file):,} of {end:,} bytes")
+
+    def _check_version(self) -> None:
+        if self._file[: len(_LFS)] == _LFS:
+            raise ValueError("it is a pointer of Git LFS; run `git lfs pull`")
+        version = self._scalar("I") if self._file[:4] == _MAGIC else 0
+        if version.to_bytes(4, "big")[0] in _VERSIONS:
+            raise ValueError("it is big-endian; convert it for this machine")
+        if version not in _VERSIONS:
+            raise ValueError(f"it is not GGUF of version {' or '.join(map(str, _VERSIONS))}")
 
     def value(self, kind: int, position: int) -> Any:
         """A field's value; `position` is that of its bytes."""

@@ -75,7 +75,7 @@ def hub_name(model: str) -> HubName | None:
 
 
 def is_gguf(model: str) -> bool:
-    return model.endswith(".gguf")
+    return model.lower().endswith(".gguf")
 
 
 def resolve(model: str) -> str:
@@ -109,6 +109,10 @@ def locate(
         return _of_gguf(path.absolute())
     if (path / "config.json").is_file():
         return path
+    if path.is_dir() and (files := sorted(filter(is_gguf, os.listdir(path)))):
+        raise ModelNotFound(
+            f"{model!r} has no config.json; give its GGUF file: {path / files[0]}", field="model"
+        )
     raise ModelNotFound(
         f"{model!r} is not a folder with a config.json; give a model's folder, a GGUF file, the id"
         f" of a hub's model (org/name), or {EMBEDDED!r}",
@@ -187,12 +191,12 @@ def _of_gguf(path: Path) -> Path:
         for part in parts:
             (target / f"model{part.stem.removeprefix(stem)}.gguf").symlink_to(part)
 
-    state = path.stat()
+    states = [part.stat() for part in parts]
     manifest: Manifest = {
         "recipe": GGUF_RECIPE,
         "source": str(path),
-        "size": state.st_size,
-        "modified": state.st_mtime_ns,
+        "size": sum(state.st_size for state in states),
+        "modified": max(state.st_mtime_ns for state in states),
     }
     key = hashlib.sha256(str(path).encode()).hexdigest()[:12]
     return make_folder(models_folder() / f"{stem}-{key}", manifest, make)
@@ -204,7 +208,7 @@ def gguf_parts(path: Path) -> tuple[str, list[Path]]:
     if found is None:
         return path.stem, [path]
     stem, count = found["stem"], int(found["parts"])
-    names = [f"{stem}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
+    names = [f"{stem}-{part:05}-of-{count:05}{path.suffix}" for part in range(1, count + 1)]
     return stem, [path.with_name(name) for name in names]
 
 
