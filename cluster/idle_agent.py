@@ -4,6 +4,7 @@ the node's end. Run by its path and without site-packages, so that it costs a st
 import os
 import time
 
-node = os.getppid()
-while os.getppid() == node:
-    time.sleep(1)
+if __name__ == "__main__":
+    node = os.getppid()
+    while os.getppid() == node:
+        time.sleep(1)
