@@ -119,9 +119,15 @@ def answer_format(template: str, tools: str, reasoning: str) -> AnswerFormat:
 
 
 def with_tools(
-    chat: ChatPrompt, tools: Sequence[Tool], *, must_call: bool, allowed: Sequence[str], field: str
+    chat: ChatPrompt,
+    tools: Sequence[Tool],
+    *,
+    must_call: bool,
+    allowed: Sequence[str],
+    field: str,
+    choice_field: str,
 ) -> ChatPrompt:
-    """The chat with checked tools; errors name `field`."""
+    """The chat with checked tools; errors name `field`, or that of the choice among them."""
     checked = tuple(_checked_tool(tool, field) for tool in tools)
     names = [tool.name for tool in checked]
     if len(names) > MAX_TOOLS:
@@ -129,9 +135,9 @@ def with_tools(
     if len(names) > len(set(names)):
         raise InvalidRequest("two tools have the same name", field=field)
     if must_call and not names:
-        raise InvalidRequest("a tool must be called, and there is none", field=field)
+        raise InvalidRequest("a tool must be called, and there is none", field=choice_field)
     if unknown := next((name for name in allowed if name not in names), None):
-        raise InvalidRequest(f"there is no tool {unknown!r} to call", field=field)
+        raise InvalidRequest(f"there is no tool {unknown!r} to call", field=choice_field)
     return dataclasses.replace(
         chat, tools=checked, must_call=must_call, allowed_tools=tuple(allowed)
     )

@@ -237,6 +237,8 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"system": [IMAGE]}, "system", NotServed),
     ({"tools": [{"type": "web_search_20250305", "name": "web"}]}, "tools", NotServed),
     ({"tools": [{"name": "rain"}]}, "tools[0].input_schema", InvalidRequest),
+    ({"tools": [{"name": "no name", "input_schema": {}}]}, "tools", InvalidRequest),
+    ({"tools": [RAIN, RAIN]}, "tools", InvalidRequest),
     ({"tool_choice": {"type": "any"}}, "tool_choice", InvalidRequest),
     (
         {"tools": [RAIN], "tool_choice": {"type": "tool", "name": "sun"}},

@@ -168,6 +168,7 @@ def _parse_chat(chat: pb.Chat) -> ChatPrompt:
         must_call=must_call,
         allowed=(choice.name,) if must_call and choice.name else (),
         field="chat.tools",
+        choice_field="chat.tool_choice",
     )
 
 

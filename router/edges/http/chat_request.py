@@ -280,7 +280,12 @@ def choose_tools(
     if mode == "none" or (mode == "auto" and not tools):
         return chat
     return with_tools(
-        chat, tools, must_call=mode == "required", allowed=allowed, field="tool_choice"
+        chat,
+        tools,
+        must_call=mode == "required",
+        allowed=allowed,
+        field="tools",
+        choice_field="tool_choice",
     )
 
 
