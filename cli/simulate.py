@@ -119,9 +119,11 @@ def _read_trace(path: Path) -> list[TraceRequest]:
             return trace
         why = "it has no request"
     except OSError as error:
+        raise InvalidConfig(f"cannot read {path}: {error.strerror}", field="trace") from None
+    except KeyError as error:
+        why = f"a line has no {error}"
+    except (ValueError, TypeError) as error:
         why = str(error)
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"
     raise InvalidConfig(f"{path} is not a trace: {why}", field="trace")
 
 

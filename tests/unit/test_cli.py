@@ -104,6 +104,24 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "fault"),
+    [
+        (None, "cannot read {}: No such file or directory"),
+        ("", "{} is not a trace: it has no request"),
+        ("{}", "{} is not a trace: a line has no 'hash_ids'"),
+        ("hello", "{} is not a trace: Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_a_trace_that_is_none_is_one_line(written: str | None, fault: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    if written is not None:
+        trace.write_text(written)
+    result = CliRunner().invoke(app, ["simulate", str(trace)])
+    assert result.exit_code == 1
+    assert result.stderr == f"baton: {fault.replace('{}', str(trace), 1)}\n"
+
+
+@pytest.mark.parametrize(
     ("wrong", "right"),
     [
         (["why", "--jsn"], "--json"),
