@@ -128,11 +128,12 @@ class Supervisor:
             await asyncio.sleep(draw.uniform(0.5, 4.0))
             worker.send(signal.SIGCONT)
 
-    async def strike_always(self, draw: Random, seconds: float) -> None:
-        """Every `seconds` on average, until cancelled."""
+    async def strike_often(self, draw: Random, seconds: float, most: int) -> None:
+        """Every `seconds` on average, until cancelled. `most` ends the strikes on a busy machine,
+        where workers would be struck before they have started."""
         strikes = []
         try:
-            while True:
+            for _ in range(most):
                 await asyncio.sleep(draw.uniform(0.3, 1.7) * seconds)
                 strikes.append(asyncio.create_task(self.strike(draw)))
         finally:
@@ -174,7 +175,8 @@ async def test_no_stream_is_lost_while_signals_hit_workers(
         async with AsyncClient(cluster.address) as client, supervised(cluster) as supervisor:
             streams = Streams(client)
             await streams.prepare()
-            faults = asyncio.create_task(supervisor.strike_always(Random(SEED), seconds))
+            strikes = supervisor.strike_often(Random(SEED), seconds, most=2 * count)
+            faults = asyncio.create_task(strikes)
             await streams.run(count, together)
             faults.cancel()
             await asyncio.gather(faults, return_exceptions=True)
