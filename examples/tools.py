@@ -38,7 +38,7 @@ messages = [{"role": "user", "content": "What will the weather be like in Paris 
 
 with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
     model = client.models.list().data[0].id
-    # "required" makes one call certain. With "auto" the model decides.
+    # "required" guarantees one call. With "auto" the model decides.
     asked = client.chat.completions.create(
         model=model, messages=messages, tools=tools, tool_choice="required", temperature=0
     )

@@ -1,8 +1,7 @@
-"""Looks up the packages of every image's lock file among known vulnerabilities.
+"""Checks the packages of every image's lock file for known vulnerabilities.
 
-Fails on a vulnerability that is not waived below. A package that could not be looked up, for want
-of a network or since the service does not know it, is reported as such; with --strict that fails
-too.
+Fails on a vulnerability that is not waived below. Reports packages that could not be looked up,
+because there is no network or the service does not know them; with --strict they fail too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LOCKS = ("cpu.lock", "cuda.lock")
 UNREACHED = ("Could not connect", "requests.exceptions.")
 
 WAIVED: dict[str, str] = {}
-"""Why the vulnerability with this id does not concern us."""
+"""Vulnerability ids, each with the reason why it does not affect Baton."""
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Audit:
 
 
 def parse(report: str, waived: dict[str, str]) -> Audit:
-    """Sorts what pip-audit reports as JSON."""
+    """Sorts pip-audit's JSON report."""
     audit = Audit()
     for package in json.loads(report)["dependencies"]:
         if "skip_reason" in package:
@@ -55,7 +54,7 @@ def look_up(lock: Path) -> str:
     """pip-audit's report; empty when its service cannot be reached."""
     command = [sys.executable, "-m", "pip_audit", "--format=json", "--progress-spinner=off"]
     command += ["--disable-pip", f"--requirement={lock}"]
-    # Arguments are ours; the lock file is the repository's.
+    # The arguments are fixed; the lock file is part of the repository.
     ended = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if ended.stdout.startswith("{"):
         return ended.stdout
@@ -65,7 +64,7 @@ def look_up(lock: Path) -> str:
 
 
 def report(name: str, audit: Audit) -> bool:
-    """Prints what was found; whether every package was looked up."""
+    """Prints the findings. True if every package was looked up."""
     print(f"{name}: {audit.looked_up} packages looked up, {len(audit.vulnerable)} vulnerable")
     for line in (*audit.vulnerable, *audit.waived):
         print(f"  {line}")

@@ -4,10 +4,10 @@ FROM python:3.12.11-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 XDG_CACHE_HOME=/opt/baton/cache
 RUN python -m venv /opt/baton
 WORKDIR /src
-# The pinned packages first: they change seldom.
+# The pinned packages come first: they rarely change.
 COPY deploy/docker/cpu.lock deploy/docker/cpu-torch.txt deploy/docker/
 RUN /opt/baton/bin/pip install --require-hashes --no-deps --requirement deploy/docker/cpu.lock
-# An index with a torch without CUDA, for machines whose default includes CUDA.
+# An index that has torch without CUDA, for machines whose default index brings CUDA.
 ARG PIP_EXTRA_INDEX_URL=""
 RUN /opt/baton/bin/pip install --requirement deploy/docker/cpu-torch.txt
 COPY pyproject.toml README.md LICENSE ./

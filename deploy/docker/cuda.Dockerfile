@@ -1,4 +1,4 @@
-# Baton on NVIDIA GPUs; the model comes with a volume. From the repository's root:
+# Baton on NVIDIA GPUs; models come from a volume. From the repository's root:
 #     docker build --file deploy/docker/cuda.Dockerfile --tag registry.example/baton:0.1.0-cuda .
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -7,7 +7,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python3.12 -m venv /opt/baton
 WORKDIR /src
-# The pinned packages first: they change seldom.
+# The pinned packages come first: they rarely change.
 COPY deploy/docker/cuda.lock deploy/docker/
 RUN /opt/baton/bin/pip install --require-hashes --no-deps --requirement deploy/docker/cuda.lock
 COPY pyproject.toml README.md LICENSE ./
@@ -27,7 +27,7 @@ COPY cli cli
 RUN /opt/baton/bin/pip install --no-deps --no-build-isolation .
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
-# gcc and Python's headers: Triton compiles its launchers. The verbs: NIXL over RDMA.
+# gcc and Python's headers: Triton compiles its launchers. libibverbs, librdmacm: NIXL over RDMA.
 # procps: pgrep, for a pod's preStop. wget: health checks, here and Ray's.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \

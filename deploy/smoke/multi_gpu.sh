@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Tries on real hardware what one GPU cannot show, and prints a table to send back.
+# Tests on real hardware what needs several GPUs or hosts, and prints a table to send back.
 #
 #   deploy/smoke/multi_gpu.sh                                   a host with 2 or more GPUs
 #   deploy/smoke/multi_gpu.sh --serve ADDRESS                   the second host of two, first
 #   deploy/smoke/multi_gpu.sh --peer HOST:PORT --here ADDRESS   the first host: RDMA between them
 #
-# ADDRESS is where the other host reaches this one. Run it from a checkout after `make setup`.
+# ADDRESS is this host's address, as the other host reaches it. Run it from a checkout after `make setup`.
 # Logs of failed checks stay in the folder that the last line names. Variables:
 #   MODEL    a folder with a model whose heads all rank counts divide (default: random weights)
-#   RANKS    rank counts to try (default: 2, 4 and 8, as far as there are GPUs)
-#   DEVICE   cuda; cpu tries the script itself, without GPUs
+#   RANKS    rank counts to test (default: 2, 4 and 8, as far as there are GPUs)
+#   DEVICE   cuda; cpu tests the script itself, without GPUs
 #   UCX_TLS  between hosts (default: everything but TCP, so that a run without RDMA fails)
 set -uo pipefail
 

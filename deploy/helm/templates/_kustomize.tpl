@@ -4,8 +4,8 @@ resources, components, JSON patches (RFC 6902), configMapGenerator with files, i
 */}}
 
 {{/*
-Adds the manifests of the kustomization in .folder to .state, and changes those there. An overlay may
-have .components and .images of the values.
+Adds the manifests of the kustomization in .folder to .state and applies its patches and images.
+An overlay also gets the .components and .images of the values.
 */}}
 {{- define "baton.build" }}
 {{- $tree := include "baton.text" (dict "files" .files "path" (printf "%s/kustomization.yaml" .folder)) | fromYaml }}
