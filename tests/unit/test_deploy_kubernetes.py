@@ -15,6 +15,7 @@ import ray_cluster
 import typer
 from kubernetes_validate import ValidationError
 from kustomize import OVERLAYS, Manifest, containers, find, is_redis, named, pods, render
+from packaging.specifiers import SpecifierSet
 
 from baton.cli.app import app
 from baton.core import config as configs
@@ -332,9 +333,8 @@ def resources_of(group: Manifest) -> dict[str, float]:
 
 def test_a_ray_cluster_runs_the_ray_that_its_images_have(overlay: list[Manifest]) -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    (least,) = re.findall(r'"ray\[default\]>=([\d.]+)"', project)
-    version = find(overlay, "RayCluster", "baton")["spec"]["rayVersion"]
-    assert [int(part) for part in version.split(".")] >= [int(part) for part in least.split(".")]
+    (bounds,) = re.findall(r'"ray\[default\](.*)"', project)
+    assert find(overlay, "RayCluster", "baton")["spec"]["rayVersion"] in SpecifierSet(bounds)
 
 
 def test_a_head_with_a_redis_finds_it_and_what_it_started_before(overlay: list[Manifest]) -> None:
