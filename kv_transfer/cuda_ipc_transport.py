@@ -1,4 +1,4 @@
-"""A transport between workers of one host whose pools are on GPUs: one kernel a write.
+"""A transport between workers of one host whose pools are on GPUs: one kernel per write.
 
 `connect` maps the peer's pool into this process once. A write is then one
 kernel that copies all its pages, on the transport's own stream; notes go over a
@@ -14,7 +14,7 @@ A write's life:
   starts it when they are complete, without the host.
 - The note is sent only after the event: the bytes are then visible to every later
   kernel, on any stream and in any process.
-- A lost peer is found at once, by its socket. A running copy into its memory cannot
+- A lost peer is detected at once, by its socket. A running copy into its memory cannot
   be stopped, and need not be: the mapping keeps the memory allocated until it is
   closed, after the last copy's event.
 - A peer's own last copies may still run when its socket closes: a killed process
@@ -58,7 +58,7 @@ from baton.kv_transfer.transport import (
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
 
 AFTERMATH_SECONDS = 1.0
-"""How long copies may run after the end of their process: they take milliseconds."""
+"""How long copies may run after their process has ended: they take milliseconds."""
 
 _DRIVER = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -72,8 +72,8 @@ class _Peer:
     base: int  # the address of its page 0 in this process
     page_bytes: int
     total_pages: int
-    mapping: int | None  # to unmap in the end; None within one process
-    part: PagePart | None = None  # what is copied of its pages; None for all
+    mapping: int | None  # to unmap when it is lost; None within one process
+    part: PagePart | None = None  # the part of its pages that is copied; None for all
     gone: bool = False
 
 
@@ -239,7 +239,7 @@ class CudaIpcTransport(BaseTransport[_Peer]):
         self._unmap_when_idle(write.peer)
 
     def _send_note(self, write: _Write, notes: NoteSocket) -> bool:
-        """Whether the write's note, if any, has been sent."""
+        """Sends the write's note, if it has one. True once it is sent."""
         if write.peer.gone:
             raise WorkerLost(f"{write.peer.agent} has gone")
         return not write.note or notes.send(write.peer.agent, write.note)

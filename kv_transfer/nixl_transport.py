@@ -1,6 +1,6 @@
 """A transport over NIXL with its UCX backend: between processes and hosts, CPU or GPU memory.
 
-What NIXL 1.5 does, and what follows from it here:
+What NIXL 1.5 does, and the consequences here:
 
 - Its progress thread spins on a whole core, so it stays off; `poll` makes progress
   instead, at about 2 us.
@@ -10,15 +10,15 @@ What NIXL 1.5 does, and what follows from it here:
 - On CPU memory of one host `transfer` copies before it returns, without the GIL.
   A pool in huge pages is copied 1.4 times as fast.
 - The note of a transfer is sent after its bytes have been flushed to the peer.
-  Without a note a transfer is done only then, too.
+  A transfer without a note is done only then, too.
 - Nothing cancels a transfer: neither releasing its handle nor removing the peer.
   A write ends when NIXL says so.
 - On GPU memory a descriptor costs 11 us of CPU time, whatever its size. NIXL's
   threads share the descriptors of a large write and sleep between writes.
 - The first message between two processes connects them, which takes several polls
   of both. So `connect` sends one.
-- A part of a page takes a descriptor per row: between processes of a host a system
-  call of 2 us each, and 0.1 us to make it.
+- A part of a page takes a descriptor per row. Each costs 0.1 us to make and, between
+  processes of a host, a system call of 2 us.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ SPLIT_DESCRIPTORS = 32
 @dataclass(frozen=True, slots=True)
 class _Peer:
     memory: PoolMemory
-    part: PagePart | None  # what is copied of its pages; None for all
-    pages: Any  # NIXL's prepared list of its pages; None where a part is copied
+    part: PagePart | None  # the part of its pages that is copied; None for all
+    pages: Any  # NIXL's prepared list of its pages; None if a part is copied
 
     @property
     def total_pages(self) -> int:
@@ -81,7 +81,7 @@ class NixlTransport(BaseTransport[_Peer]):
     devices = tuple(_MEMORY_KINDS)
 
     def __init__(self, agent: str = "", threads: int | None = None) -> None:
-        """`threads` share the descriptors of a write; by default as many as suit the memory."""
+        """`threads` share the descriptors of a write; the default depends on the memory."""
         super().__init__(agent)
         self._threads = threads
         # NIXL's errors have no base class of their own. Known once NIXL is imported.
@@ -92,7 +92,7 @@ class NixlTransport(BaseTransport[_Peer]):
         self._registration: Any = None
         self._own_pages: Any = None
         self._writes: dict[int, _Write] = {}
-        self._held: dict[int, PageWrite] = {}
+        self._held: dict[int, PageWrite] = {}  # their pages are not complete yet
 
     def _open(self, memory: PoolMemory) -> bytes:
         nixl = self._import_nixl()
@@ -159,7 +159,7 @@ class NixlTransport(BaseTransport[_Peer]):
         self._engine = self._memory = self._own_pages = self._registration = None
 
     def _import_nixl(self) -> Any:
-        """Raises InvalidConfig where NIXL is missing."""
+        """Raises InvalidConfig if NIXL is missing."""
         try:
             nixl = importlib.import_module("nixl")
         except ImportError as error:
@@ -199,12 +199,12 @@ class NixlTransport(BaseTransport[_Peer]):
             self._events.append(WriteDone(order.number))
             return
         peer = self._peers[order.peer]
-        handle = self._whole(order, peer) if peer.part is None else self._sliced(order, peer)
+        make = self._make_transfer if peer.part is None else self._make_part_transfer
+        handle = make(order, peer)
         self._writes[order.number] = _Write(order.peer, handle)
         self._settle(order.number, self._engine.transfer(handle))
 
-    def _whole(self, order: PageWrite, peer: _Peer) -> Any:
-        """NIXL's transfer of whole pages."""
+    def _make_transfer(self, order: PageWrite, peer: _Peer) -> Any:
         return self._engine.make_prepped_xfer(
             "WRITE",
             self._own_pages,
@@ -214,12 +214,11 @@ class NixlTransport(BaseTransport[_Peer]):
             order.note,
         )
 
-    def _sliced(self, order: PageWrite, peer: _Peer) -> Any:
-        """NIXL's transfer of the same part of every page."""
+    def _make_part_transfer(self, order: PageWrite, peer: _Peer) -> Any:
         own, part = self._registered, peer.part
         assert part is not None
-        local = _pieces(own, order.local_pages, part, part.local_offset)
-        remote = _pieces(peer.memory, order.remote_pages, part, part.remote_offset)
+        local = _descriptors(own, order.local_pages, part, part.local_offset)
+        remote = _descriptors(peer.memory, order.remote_pages, part, part.remote_offset)
         return self._engine.initialize_xfer(
             "WRITE",
             self._engine.get_xfer_descs(local, _MEMORY_KINDS[own.device]),
@@ -277,15 +276,15 @@ class NixlTransport(BaseTransport[_Peer]):
             raise Internal(f"could not {attempt}: {error}") from error
 
 
-def _pieces(
+def _descriptors(
     memory: PoolMemory, pages: Sequence[int], part: PagePart, offset: int
 ) -> numpy.typing.NDArray[numpy.uint64]:
-    """A row (address, bytes, device) for every piece of these pages."""
-    places = numpy.asarray(pages, dtype=numpy.uint64)[:, None] * numpy.uint64(part.rows)
-    rows = (places + numpy.arange(part.rows, dtype=numpy.uint64)).ravel()
-    found = numpy.empty((len(rows), 3), dtype=numpy.uint64)
-    found[:, 0] = rows * numpy.uint64(memory.page_bytes // part.rows)
-    found[:, 0] += numpy.uint64(memory.base + offset)
-    found[:, 1] = part.row_bytes
-    found[:, 2] = memory.device_id
-    return found
+    """One (address, bytes, device) for the part of every row of these pages."""
+    first_rows = numpy.asarray(pages, dtype=numpy.uint64)[:, None] * numpy.uint64(part.rows)
+    rows = (first_rows + numpy.arange(part.rows, dtype=numpy.uint64)).ravel()
+    descriptors = numpy.empty((len(rows), 3), dtype=numpy.uint64)
+    descriptors[:, 0] = rows * numpy.uint64(memory.page_bytes // part.rows)
+    descriptors[:, 0] += numpy.uint64(memory.base + offset)
+    descriptors[:, 1] = part.row_bytes
+    descriptors[:, 2] = memory.device_id
+    return descriptors

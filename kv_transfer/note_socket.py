@@ -3,7 +3,7 @@
 Every agent listens on a Unix socket in the abstract namespace, under a random
 name, and accepts connections of its own user only. A connection carries notes one
 way; a long note takes several packets. The kernel closes it when either process
-ends, which is how a lost peer is found.
+ends: a lost peer is detected by this.
 
 Nothing here blocks. Used by one thread.
 """
@@ -46,7 +46,7 @@ class _Sender:
     """An agent that sends notes to us."""
 
     connection: socket.socket
-    begun: bytearray = field(default_factory=bytearray)  # the pieces of a note so far
+    partial: bytearray = field(default_factory=bytearray)  # a note whose last packet has not come
 
 
 class NoteSocket:
@@ -83,7 +83,7 @@ class NoteSocket:
             self._drop(known.connection)
 
     def alive(self, peer: str) -> bool:
-        """Whether a connected peer is alive at this moment."""
+        """True if a connected peer is alive now."""
         try:
             ended = not self._peers[peer].connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -93,9 +93,9 @@ class NoteSocket:
         return not ended
 
     def send(self, peer: str, note: bytes) -> bool:
-        """Whether the note was accepted; otherwise the peer's buffer is full: try again.
+        """Sends a note. False if the peer's buffer is full: try again.
 
-        Raises WorkerLost when the peer has gone.
+        Raises WorkerLost when the peer has ended.
         """
         known = self._peers[peer]
         if not self._flush(peer, known):
@@ -132,7 +132,7 @@ class NoteSocket:
         self._poller.close()
 
     def _flush(self, peer: str, known: _Peer) -> bool:
-        """Sends waiting packets; whether all are sent. Raises WorkerLost when the peer has gone."""
+        """Sends waiting packets. True if all are sent. Raises WorkerLost if the peer has ended."""
         try:
             while known.waiting:
                 known.connection.send(known.waiting[0])
@@ -221,8 +221,8 @@ def _assemble(sender: _Sender, packet: bytes) -> list[Noted]:
         piece = LocalNote.FromString(packet)
     except DecodeError:  # not one of ours
         return []
-    sender.begun += piece.note
+    sender.partial += piece.note
     if piece.more:
         return []
-    note, sender.begun = bytes(sender.begun), bytearray()
+    note, sender.partial = bytes(sender.partial), bytearray()
     return [Noted(piece.sender, note)]

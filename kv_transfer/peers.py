@@ -1,11 +1,11 @@
 """The peers of one worker: where they are, and whether they answer.
 
 A decode worker counts as connected once it has answered an introduction: a cut
-network swallows notes without an error. One that stops answering its pushes has
-to be connected again.
+network drops notes without an error. One that stops answering pushes has to be
+connected again.
 
-The introduction says where the prefill worker is, so that notes and fetched pages
-can go back there.
+The introduction carries the prefill worker's address, so that notes and fetched
+pages can be sent to it.
 
 Used by the transfer thread alone.
 """
@@ -65,11 +65,11 @@ class TransferPeers:
         self._workers: dict[str, str] = {}  # the decode workers' names, by agent
         self._pending: dict[str, _PendingPeer] = {}  # by agent
         self._pools: dict[str, PoolAddress] = {}  # of the agents that may send pages
-        self._reachable: set[str] = set()  # those of them whose beats are answered
+        self._reachable: set[str] = set()  # agents of `_pools` that are connected
 
     @property
     def connecting(self) -> bool:
-        """Whether an introduction is to be answered."""
+        """True while an introduction has no answer yet."""
         return bool(self._pending)
 
     @property
@@ -105,7 +105,7 @@ class TransferPeers:
             self.send(peer, TransferNote(greeting=Greeting()).SerializeToString())
 
     def greeted(self, peer: str) -> None:
-        """A decode worker has answered. A late answer connects it all the same."""
+        """A decode worker has answered its introduction."""
         if pending := self._pending.pop(peer, None):
             self._deliver(PeerConnected(pending.worker_id, peer, None))
 
@@ -141,7 +141,7 @@ class TransferPeers:
         self.send(agent, TransferNote(introduction=introduction).SerializeToString())
 
     def send(self, agent: str, note: bytes) -> None:
-        with suppress(BatonError):  # the peer is lost, or the note is repeated or asked for again
+        with suppress(BatonError):  # the peer is lost, or the note will be repeated
             self._transport.write(PageWrite(agent, note=note))
 
     def tick(self) -> None:

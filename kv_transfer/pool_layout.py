@@ -4,20 +4,20 @@ that show damaged pages.
 Pages are copied byte for byte, so every field of `PoolLayout` must be equal on
 both sides. The layout's hash is part of each ticket.
 
-A page is [layer, k/v, token, kv_head, dim] in every shard. What two shards have in
-common is therefore one run of heads in each row of a token. Where both hold the
-same heads a page is copied as a whole.
+A page is [layer, k/v, token, kv_head, dim] in every shard. So two shards have one
+run of heads in common in each row of a token. If both hold the same heads, whole
+pages are copied.
 
 A page of latents is [layer, 1, token, 1, dim]: one head, whose first numbers are its
-value. Every shard of such a pool holds whole pages, all alike: replicas. Each
-gets them from one shard of a peer's.
+value. All shards of such a pool hold the same whole pages: they are replicas. Each
+is filled by one shard of the peer.
 
 A digest of each page shows whether it arrived as it was sent. CPU pools use
 core/page_keys.py. GPU pools use a kernel with another algorithm, so a CPU pool and
-a GPU pool cannot check each other. Where two pools split the heads differently,
-each shard digests the parts of its pages that it has in common with a shard of the
-peer's; a page's digest combines these, equally at both ends. That of replicas is the
-digest of any, if all are alike. A GPU digests whole pages only.
+a GPU pool cannot check each other. If two pools split the heads differently, each
+shard digests the parts of its pages that it has in common with a shard of the peer;
+both ends combine these in the same way into a page's digest. Equal replicas have one
+digest. A GPU digests whole pages only.
 
 Version history of the layout:
 
@@ -44,7 +44,7 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 LAYOUT_VERSION = 1
 
 PeerDigest = Callable[[str, Sequence[int]], list[int]]
-"""Digests of pages that come from a peer, or go there; empty where that is impossible."""
+"""Returns digests of pages that come from a peer or go to it; empty if there can be none."""
 
 _SHARE = struct.Struct(">II")  # a shard's first head, and its digest
 
@@ -61,16 +61,16 @@ class HeadRange(NamedTuple):
 
 
 class HeadLink(NamedTuple):
-    """A shard of ours and one of a peer's with heads in common."""
+    """One of our shards and one of a peer's shards that have heads in common."""
 
     shard: int  # ours, by its rank
     pool: PoolAddress  # the peer's
     first_head: int  # of those that both have
-    part: PagePart | None  # what goes there of each page; None for all
+    part: PagePart | None  # the part of each page that is copied; None for all
 
 
 def shards_of(address: PoolAddress) -> list[PoolShard]:
-    """The shards of a pool; one with all heads where it is not split."""
+    """The shards of a pool; one with all heads if it is not split."""
     if address.shards:
         return list(address.shards)
     return [PoolShard(first_head=0, heads=address.layout.kv_heads, pool=address)]
@@ -79,8 +79,8 @@ def shards_of(address: PoolAddress) -> list[PoolShard]:
 def links(ours: Sequence[HeadRange], page_bytes: int, address: PoolAddress) -> list[HeadLink]:
     """The links from our shards to a peer's, in the order of their heads.
 
-    `page_bytes` is the size of a whole page here. Raises LayoutMismatch where the peer's shards
-    are no split of such pages.
+    `page_bytes` is the size of a whole page here. Raises LayoutMismatch if the peer's shards do
+    not make up such pages.
     """
     check_page_size(page_bytes, address)
     theirs = shards_of(address)
@@ -137,7 +137,7 @@ def _heads(shard: PoolShard) -> HeadRange:
 
 
 def _rows(layout: PoolLayout) -> int:
-    """Rows a page: each holds the heads of one token, of one layer's keys or values."""
+    """Rows per page. A row holds the heads of one token's keys or values in one layer."""
     return layout.layers * 2 * layout.page_size
 
 
@@ -146,7 +146,7 @@ def layout_hash(layout: PoolLayout) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for name, value in _layout_fields(layout):
         if value == []:
-            continue  # as before there were windows
+            continue  # layouts without windows keep the hash they had before the field existed
         digest.update(f"{name}={value!r}\n".encode())
     return digest.digest()
 
@@ -177,7 +177,7 @@ class PageDigest(Protocol):
     """Digests the pages of one pool, or one shard."""
 
     def __call__(self, ids: Sequence[int], part: PagePart | None = None) -> list[int]:
-        """32 bits for each page, or its `part`; empty where that is impossible."""
+        """Returns 32 bits for each page, or its `part`; empty if there can be none."""
 
 
 def choose_digest(setting: str, memory: PoolMemory) -> PageDigest | None:
@@ -192,7 +192,7 @@ def gpu_digest(memory: PoolMemory) -> PageDigest:
         raise InvalidConfig(
             f"pages of {memory.page_bytes} bytes have no digest on a GPU", field="page_digests"
         )
-    from baton.kernels.gpu.pages import digest_pages  # brings triton along
+    from baton.kernels.gpu.pages import digest_pages  # imports triton
 
     device = torch.device(memory.device, memory.device_id)
     # A high-priority stream, so that digests do not wait for the engine's kernels.
@@ -229,8 +229,8 @@ def cpu_digest(memory: PoolMemory) -> PageDigest:
 def join_digests(first_heads: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
     """Combines the digests of pages' parts, each identified by its first head.
 
-    Empty when a part has none. A page that is one part has that part's digest; so has one whose
-    replicas are alike.
+    Empty when a part has none. If a page is one part, or its replicas are equal, the digest of
+    the part or of one replica is the page's.
     """
     if not all(parts):
         return []

@@ -59,7 +59,7 @@ from baton.v1.transfer_pb2 import Renewed, Resend, TransferNote
 
 REVOKES_PER_LEASE = 5
 MAX_ROUNDS = 3
-"""How often damaged pages are requested again."""
+"""How many times damaged pages are requested again."""
 
 
 class ReceiverState(enum.Enum):
@@ -137,14 +137,14 @@ class Receiver:
         self._lease_seconds = lease_seconds
         self._silent_at = math.inf  # when the sender has been silent for a lease
         self._revoke_at = math.inf
-        self._linger_until = math.inf  # when a dead sender's last writes have ended
+        self._linger_until = math.inf  # when a dead sender's last writes will have ended
         self._overdue = False  # ReservationOverdue was reported
-        self.round = 0  # of resending damaged pages
+        self.round = 0  # how often damaged pages were requested again
         self._damaged: Sequence[int] = ()  # their positions in the last round
 
     @property
     def over(self) -> bool:
-        """Whether further inputs change nothing."""
+        """True if further inputs change nothing."""
         return self.state in (ReceiverState.ARRIVED, ReceiverState.FREED)
 
     @property
@@ -205,7 +205,7 @@ class Receiver:
         return self._move(ReceiverStep.SENDER_DIED, WorkerLost("the sending worker is lost"))
 
     def linger(self, until: float) -> list[ReceiverAction]:
-        """The sender's process has ended; what it had sent may arrive until then."""
+        """The sender's process has ended; bytes that it sent may arrive until `until`."""
         if self.state is ReceiverState.RESERVED:
             return self.sender_died()
         self._linger_until = min(self._linger_until, until)

@@ -1,4 +1,4 @@
-"""Several transports as one: each peer is reached by the first that leads there.
+"""Combines several transports: each peer is reached over the first one that works.
 
     pool memory   configured   offered, best first
     cpu           auto, nixl   nixl
@@ -9,8 +9,8 @@
 All of them serve the same pool under the same agent name, and its address lists
 a route for each. A pair of workers uses the first that both offer and that
 connects them: CUDA IPC within a host, NIXL between hosts. The choice, and why no
-better one was possible, is logged on connect and kept in `chosen`. A transport
-that cannot be used at all is reported at the start, and the others are offered.
+better one was possible, is logged on connect and kept in `chosen`. If a transport
+cannot be used at all, this is logged at the start and the others are offered.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def choose_transport(wanted: str, device: str) -> RoutedTransport:
 
 
 def offered(wanted: str, device: str) -> list[str]:
-    """The names of the transports that such a worker offers, best first."""
+    """The names of the transports that a worker offers, best first."""
     if wanted == "cuda_ipc" and device != "cuda":
         raise InvalidConfig(
             f"transport cuda_ipc moves pages between GPUs, not in {device} memory",
@@ -140,7 +140,7 @@ def offered(wanted: str, device: str) -> list[str]:
 
 
 def _make(name: str, agent: str) -> SlicingTransport:
-    # Imported here: CUDA IPC brings triton, which a worker on a CPU does not need.
+    # Imported here: CUDA IPC imports triton, which a worker on a CPU does not need.
     if name == "nixl":
         from baton.kv_transfer.nixl_transport import NixlTransport
 

@@ -15,25 +15,26 @@
     └──────────────────────────────────────────────────┘──────────▶│ DONE │
                                    no write under way              └──────┘
 
-A ticket alone allows nothing. The sender beats, the receiver answers, and from
-when the beat was sent the sender holds a lease: writes start only under it. So a
-receiver that never answered knows that its pages are untouched, and one that
-stops answering knows that soon no further write starts. Beats continue as long
-as the push does, and show the receiver that the sender is alive.
+A ticket alone allows no write. The sender sends a beat, the receiver answers it,
+and the sender then holds a lease that counts from the time of the beat. Writes start
+only under a lease. So a receiver that never answered knows that its pages are
+untouched, and one that stops answering knows that soon no further write starts.
+Beats continue as long as the push does, and show the receiver that the sender is
+alive.
 
-Pages may become ready in any state; those that the receiver holds already, by
-its ticket, are dropped. One write is in flight at a time: pages that become ready
+Pages may become ready in any state. Those that the ticket says the receiver already
+holds are dropped. One write is in flight at a time: pages that become ready
 meanwhile go into the next one, so writes are few and large, and the write that
 carries the Arrived note starts only when all earlier bytes are in place. When
-token #1 comes after the last page's write has started, the note follows alone.
+token #1 comes after the last page's write has started, the note is sent alone.
 Arrived is repeated until the receiver has accepted the pages or asked for damaged
 ones again.
 
-A prefill worker's fetch is such a push too, from the holder: all pages are ready
-from the start, and token #1 means nothing.
+A fetch is a push too, from the decode worker that holds the pages: all of them are
+ready from the start, and token #1 is unused.
 
-A failed push sends Drained once no write is under way, with or without a ticket:
-one may be on its way. Its pages may be freed only at PushEnded.
+A failed push sends Drained once no write is under way, even without a ticket, which
+may be on its way. Its pages may be freed only at PushEnded.
 
 The machine does no I/O and reads no clock: inputs carry the time and return
 actions.
@@ -66,10 +67,10 @@ from baton.kv_transfer.transport import PageWrite
 from baton.v1.transfer_pb2 import Arrived, Beat, Resend, TicketBody, TransferNote
 
 Digest = Callable[[Sequence[int]], list[int]]
-"""Digests of local pages, as the receiver will compute them; empty where that is impossible."""
+"""Returns digests of local pages as the receiver will compute them; empty if it cannot."""
 
 MAX_WRITE_BYTES = 1 << 30
-"""A longer write could delay the beats, where the transfer thread copies itself."""
+"""On CPU memory the transfer thread copies the bytes itself: a longer write would delay beats."""
 
 
 class SenderState(enum.Enum):
@@ -140,13 +141,13 @@ class Sender:
         self._page_bytes = page_bytes
         self._digest = digest
         self._pages: list[int] = []  # local ones to write, in the prompt's order
-        self._to_drop = 0  # pages to come that the receiver holds
+        self._to_drop = 0  # how many of the next pages the receiver already holds
         self._digests: list[int] = []  # of the pages whose write has started, or empty
-        self._after: DeviceEvent | None = None  # when all of them are complete
+        self._after: DeviceEvent | None = None  # all of `_pages` are complete after it
         self._started = 0  # pages written or being written
         self._remote_pages: Sequence[int] = ()
         self._first_token: int | None = None
-        self._round = 0  # of resending damaged pages
+        self._round = 0  # how often damaged pages were sent again
         self._accepted = False
         self._resend: Resend | None = None  # came before the last write was done
         self._lease = WriteLease()
@@ -171,14 +172,14 @@ class Sender:
 
     @property
     def expects(self) -> bool:
-        """Whether to poll often: an answer is expected soon."""
+        """True while an answer is expected soon: the transport is then polled often."""
         return self._writing is not None or self.state in (
             SenderState.ASKING,
             SenderState.CONFIRMING,
         )
 
     def ticket(self, body: TicketBody, now: float) -> list[SenderAction]:
-        """The receiver's pages. Its expiry counts from now, since clocks differ."""
+        """The ticket came. Its expiry counts from now, since clocks differ."""
         if self.state is not SenderState.WAITING:
             return []
         if AttemptKey(body.request_id, body.epoch) != self.key:
@@ -196,7 +197,7 @@ class Sender:
     def pages_ready(
         self, pages: Sequence[int], now: float, after: DeviceEvent | None = None
     ) -> list[SenderAction]:
-        """More local pages are complete, or will be at `after`, which no earlier page outlasts."""
+        """More local pages are complete, or will be after `after`, as all earlier ones will."""
         self._pages += self._without_held(pages)
         self._after = after or self._after
         return self._advance(now)
@@ -336,7 +337,7 @@ class Sender:
         return ""
 
     def _arrived_note(self) -> bytes:
-        """Every page is in place, after `round` rounds of resending."""
+        """The note that every page is in place, after `_round` rounds of resending."""
         arrived = Arrived(
             first_token=self._first_token or 0,
             pages=len(self._pages),

@@ -1,4 +1,4 @@
-"""A shard of a worker's pool in another rank: rank 0's end, and the rank's own.
+"""A shard of a worker's pool in another rank: rank 0's end and the rank's end.
 
     rank 0                             rank 1, 2, …
     ShardProxy ──commands──▶ serve_shard ──▶ the shard's own transport
@@ -40,7 +40,7 @@ ANSWER_SECONDS = 60.0
 """How long a rank may take to answer: it may be in a long write."""
 
 REGISTER_SECONDS = 600.0
-"""How long its pool may take to exist: it may be loading the model."""
+"""How long a rank may take to register its pool: it may be loading the model."""
 
 CLOSE_SECONDS = 5.0
 
@@ -50,7 +50,7 @@ POLL_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """To a command that is waited for."""
+    """The answer to a command that rank 0 waits for."""
 
     value: Any = None
     error: BatonError | None = None
@@ -79,10 +79,10 @@ class ShardProxy:
         self._events: list[TransportEvent] = []
         self._broken = ""  # why the rank cannot be reached any more
         self._polled_at = 0.0
-        self._later: list[PageWrite] = []  # of pages that are not complete yet
+        self._later: list[PageWrite] = []  # their pages are not complete yet
 
     def register(self, layout: PoolLayout) -> PoolShard:
-        """Makes the shard reachable; once, before anything else. Raises why it is not."""
+        """Makes the shard reachable; once, before anything else. Raises the rank's error."""
         self._send("register", layout)
         shard: PoolShard = self._wait(REGISTER_SECONDS)
         return shard
@@ -96,9 +96,9 @@ class ShardProxy:
         self._send("disconnect", peer)
 
     def write(self, write: PageWrite) -> int:
-        """As a transport's; refused writes come as WriteFailed.
+        """As `Transport.write`, but a refused write is reported as WriteFailed.
 
-        The rank cannot wait for an event of rank 0's device: `poll` does.
+        The rank cannot wait for an event of rank 0's device, so `poll` waits for it here.
         """
         if write.ready:
             self._send("write", replace(write, after=None))
@@ -176,7 +176,7 @@ def serve_shard(
     memory: PoolMemory,
     heads: HeadRange,
 ) -> None:
-    """A rank's end: returns when rank 0 has closed or has ended; the transport is then closed."""
+    """Runs a rank's end until rank 0 closes or ends, then closes the transport."""
     channel = _Channel(connection)
     server = _ShardServer(channel, transport, memory, heads)
     with suppress(EOFError, OSError):
@@ -204,7 +204,7 @@ class _ShardServer:
         self._page_digest: PageDigest | None = None  # made when it is first needed
         self._writes: set[int] = set()  # under way
         self._active_at = 0.0
-        self._answered: dict[str, Callable[..., Any]] = {
+        self._answered_commands: dict[str, Callable[..., Any]] = {
             "register": self._register,
             "connect": transport.connect,
             "digest": self._digest,
@@ -219,7 +219,7 @@ class _ShardServer:
                 self._write(write)
             case ("disconnect", peer):
                 self._transport.disconnect(peer)
-            case (name, *arguments) if name in self._answered:
+            case (name, *arguments) if name in self._answered_commands:
                 self._channel.send(self._answer(name, arguments))
         for event in self._transport.poll() if self._registered else []:
             self._report(event)
@@ -232,7 +232,7 @@ class _ShardServer:
 
     def _answer(self, name: str, arguments: list[Any]) -> _Answer:
         try:
-            return _Answer(self._answered[name](*arguments))
+            return _Answer(self._answered_commands[name](*arguments))
         except BatonError as error:
             return _Answer(error=error)
 

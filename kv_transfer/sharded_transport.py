@@ -9,8 +9,8 @@ bytes). These pairs are links.
         shard 0 (heads 0-3) ─┬─▶ shard 0 (heads 0-7)    a write is done when all
         shard 1 (heads 4-7) ─┘                          its parts are
 
-- Where neither side is split, there is one link, over which whole pages go.
-- Shards that hold whole pages are replicas: a link to each, from one of ours.
+- If neither side is split, there is one link, over which whole pages go.
+- Shards that hold whole pages are replicas: each gets a link from one of ours.
 - Notes go between the first shards. A note of a write is sent when its parts on
   all links are done; with one link only, with the pages.
 - A peer is lost as a whole when one link breaks. Its writes fail when the last of
@@ -18,8 +18,8 @@ bytes). These pairs are links.
 - A peer is gone when all links are: no process of it can write here any more.
   Nothing else is sent over the links between other shards, so once a peer is lost
   they are probed until they break too or the peer is connected again.
-- A page's digest is made of those of the parts that go over each link, which both
-  ends know, however either splits the heads.
+- A page's digest combines the digests of the parts that go over each link. Both ends
+  know these parts, whichever way they split the heads.
 - When a process of ours ends, `poll` raises: see kv_transfer/shard_process.py.
 """
 
@@ -53,16 +53,16 @@ PROBE = b"\1"
 """An empty note, unlike any of a transfer thread."""
 
 
-_Place = tuple[int, str]
+_LinkKey = tuple[int, str]
 """A link: the rank of our shard, and the agent of the peer's."""
 
 
 @dataclass(slots=True)
 class _Peer:
     total_pages: int
-    links: dict[_Place, HeadLink]  # the first one takes notes
-    broken: set[_Place] = field(default_factory=set)  # links to which nothing can be written
-    gone: set[_Place] = field(default_factory=set)  # of these, links over which nothing arrives
+    links: dict[_LinkKey, HeadLink]  # the first one takes notes
+    broken: set[_LinkKey] = field(default_factory=set)  # links to which nothing can be written
+    gone: set[_LinkKey] = field(default_factory=set)  # of these, links over which nothing arrives
     probe_at: float = 0.0
 
 
@@ -120,7 +120,7 @@ class ShardedTransport:
         if known and address.agent not in self._lost:
             return address.agent
         planned = links(self._heads, self._page_bytes, address)
-        connected: dict[_Place, HeadLink] = {}
+        connected: dict[_LinkKey, HeadLink] = {}
         try:
             for link in planned:
                 self._shards[link.shard].connect(link.pool, link.part)
@@ -143,11 +143,11 @@ class ShardedTransport:
         if known is None or write.peer in self._lost:
             raise WorkerLost(f"not connected to {write.peer}")
         check_pages(write, self._total_pages, known.total_pages)
-        places = list(known.links)
-        alone = not write.local_pages or len(places) == 1
+        keys = list(known.links)
+        alone = not write.local_pages or len(keys) == 1
         state = self._writes[write.number] = _Write(write.peer, b"" if alone else write.note)
         note = write.note if alone else b""
-        for shard, agent in places[:1] if alone else places:
+        for shard, agent in keys[:1] if alone else keys:
             part = PageWrite(agent, write.local_pages, write.remote_pages, note, write.after)
             self._begin(write.number, shard, part)
         if state.error is not None and not state.parts:
@@ -185,8 +185,8 @@ class ShardedTransport:
         for table in (self._peers, self._lost, self._writes, self._parts):
             table.clear()
 
-    def _disconnect(self, places: Iterable[_Place]) -> None:
-        for shard, agent in places:
+    def _disconnect(self, links: Iterable[_LinkKey]) -> None:
+        for shard, agent in links:
             self._shards[shard].disconnect(agent)
 
     def _begin(self, number: int, shard: int, part: PageWrite) -> None:
@@ -224,7 +224,8 @@ class ShardedTransport:
             self._advance(number, write)
 
     def _advance(self, number: int, write: _Write) -> None:
-        """All parts have ended: sends the note, if it was not sent yet, or ends the write."""
+        """Called when all parts have ended: sends the note if that is still to do, else ends the
+        write."""
         note, write.note = write.note, b""
         if note and write.error is None:
             shard, agent = next(iter(self._peers[write.peer].links))
@@ -235,15 +236,15 @@ class ShardedTransport:
         failed = write.error
         self._events.append(WriteDone(number) if failed is None else WriteFailed(number, failed))
 
-    def _peer_of(self, place: _Place) -> str | None:
-        return next((name for name, peer in self._peers.items() if place in peer.links), None)
+    def _peer_of(self, link: _LinkKey) -> str | None:
+        return next((name for name, peer in self._peers.items() if link in peer.links), None)
 
-    def _break(self, name: str, place: _Place, *, gone: bool) -> None:
-        """A link is broken. The peer is lost with the first, and gone with the last."""
+    def _break(self, name: str, link: _LinkKey, *, gone: bool) -> None:
+        """Marks a link as broken. The peer is lost with its first and gone with its last link."""
         peer = self._peers[name]
-        peer.broken.add(place)
+        peer.broken.add(link)
         if gone:
-            peer.gone.add(place)
+            peer.gone.add(link)
         all_gone = len(peer.gone) == len(peer.links)
         if name not in self._lost or all_gone:
             self._events.append(PeerLost(name, gone=all_gone))
@@ -254,7 +255,7 @@ class ShardedTransport:
             del self._peers[name]
 
     def _fail_writes(self, peer: str) -> None:
-        """Writes to a lost peer fail, once their parts have ended."""
+        """Fails writes to a lost peer once their parts have ended."""
         for write in self._writes.values():
             if write.peer == peer and write.error is None:
                 write.error = WorkerLost(f"{peer} is lost")
@@ -274,7 +275,7 @@ def _whole_address(shards: Sequence[PoolShard], layout: PoolLayout, page_bytes: 
     first = PoolAddress()
     first.CopyFrom(shards[0].pool)
     for shard in shards:
-        shard.pool.ClearField("layout")  # once is enough
+        shard.pool.ClearField("layout")  # it is in the whole pool's address
     return PoolAddress(
         agent=first.agent,
         page_bytes=page_bytes,

@@ -28,7 +28,7 @@ class ConnectPeer:
 
 @dataclass(frozen=True, slots=True)
 class OpenPush:
-    """Begins a push to the agent `peer` -> exactly one PushEnded, in the end."""
+    """Begins a push to the agent `peer` -> exactly one PushEnded."""
 
     key: AttemptKey
     peer: str
@@ -36,8 +36,8 @@ class OpenPush:
 
 @dataclass(frozen=True, slots=True)
 class DeliverTicket:
-    """The ticket of a push. Without an open push the receiver gets Drained: this declines
-    PagesWanted."""
+    """Gives a push its ticket. Without an open push the receiver gets Drained; PagesWanted is
+    declined in this way."""
 
     key: AttemptKey
     ticket: bytes
@@ -45,8 +45,8 @@ class DeliverTicket:
 
 @dataclass(frozen=True, slots=True)
 class PushPages:
-    """More local pages, in the prompt's order. They are complete now, on a GPU too; or, where
-    `TransferThread.pushes_ahead`, once `after` has passed."""
+    """Adds local pages to a push, in the prompt's order. They are complete now, on a GPU too; or,
+    if `TransferThread.pushes_ahead`, once `after` has passed."""
 
     key: AttemptKey
     pages: Sequence[int]
@@ -71,10 +71,10 @@ class CancelPush:
 
 @dataclass(frozen=True, slots=True)
 class StartFetch:
-    """Asks the agent `holder` to fill the first of `pages`, which the ticket is for, with its
-    cached pages of `page_keys` -> Fetched, or ReservationFailed and -Freed.
+    """Asks the agent `holder` to push its cached pages of `page_keys` into the first of `pages`
+    -> Fetched, or ReservationFailed and ReservationFreed.
 
-    Fails after `seconds`.
+    `ticket` is for `pages`. Fails after `seconds`.
     """
 
     key: AttemptKey
@@ -90,7 +90,8 @@ class StartFetch:
 
 @dataclass(frozen=True, slots=True)
 class ExpectPages:
-    """`pages` wait for the agent `sender` -> Arrived, or ReservationFailed and -Freed.
+    """Expects `pages` from the agent `sender` -> Arrived, or ReservationFailed and
+    ReservationFreed.
 
     Must be posted before the ticket leaves the worker.
     """
@@ -103,8 +104,7 @@ class ExpectPages:
 
 @dataclass(frozen=True, slots=True)
 class LendPages:
-    """Answers PagesWanted with pages for the first of its keys -> exactly one PushEnded, in the
-    end."""
+    """Answers PagesWanted with the pages of its first keys -> exactly one PushEnded."""
 
     key: AttemptKey
     peer: str
@@ -117,7 +117,7 @@ class LendPages:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseReservation:
-    """A reservation or fetch is not wanted any more -> ReservationFreed, once that is safe.
+    """Ends a reservation or fetch -> ReservationFreed, once no write can reach its pages.
 
     An event that was already on its way may come first; ignore it.
     """
@@ -127,8 +127,8 @@ class ReleaseReservation:
 
 @dataclass(frozen=True, slots=True)
 class SenderDied:
-    """A sender's process is known to have ended -> ReservationFreed for all its pages, once
-    nothing that it had sent can arrive any more."""
+    """Reports that a sender's process has ended -> ReservationFreed for all its reservations, once
+    none of its bytes can arrive any more."""
 
     agent: str
 

@@ -1,6 +1,6 @@
-"""Tickets and notes, which the two sides of a transfer send each other; and the write lease.
+"""The tickets, notes and write lease of a transfer.
 
-By a ticket a receiver lets a sender write into reserved pages. A sealed ticket
+A ticket tells a sender which reserved pages of the receiver to write. A sealed ticket
 carries its version and the hash of the receiver's layout in front of the body. Both
 are checked before the body is decoded, so a sender of another version or layout
 never misinterprets page ids.
@@ -9,7 +9,7 @@ Version history of the ticket:
 
     1   request_id, epoch, agent, pages, expires_after_seconds
     2   lease_seconds: a sender writes only under a lease, and asks for it first
-    3   held_pages: the receiver holds the prompt's front already; `pages` are the rest
+    3   held_pages: the receiver already holds the prompt's first pages; `pages` are the rest
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ BEATS_PER_LEASE = 5
 
 
 def seal(body: TicketBody, layout: PoolLayout) -> bytes:
-    """A ticket for pools of this layout."""
+    """Encodes a ticket for pools of this layout."""
     return SealedTicket(
         version=TICKET_VERSION, layout_hash=layout_hash(layout), body=body.SerializeToString()
     ).SerializeToString()
 
 
 def open_ticket(sealed: bytes, layout: PoolLayout) -> TicketBody:
-    """The body of a ticket for pools of this layout.
+    """Decodes a ticket for pools of this layout.
 
     Raises LayoutMismatch for another version or layout, Internal for an invalid ticket.
     """
@@ -71,11 +71,11 @@ def _parse_into(message: SealedTicket | TicketBody, data: bytes) -> None:
 
 
 class WriteLease:
-    """Until when a sender may start writes: extended by answered beats. Reads no clock."""
+    """The time until which a sender may start writes. Answered beats extend it. Reads no clock."""
 
     def __init__(self, seconds: float = 0.0, until: float = math.inf) -> None:
         self.seconds = seconds
-        self.until = until  # before the first answer: how long to wait for it
+        self.until = until  # before the first answer: the deadline for it
         self.next_beat = math.inf
         self.beats = 0
         self._sent: dict[int, float] = {}  # unanswered beats, and when they were sent
@@ -87,7 +87,7 @@ class WriteLease:
         return self.beats
 
     def renew(self, number: int) -> bool:
-        """False when the answer is to no unanswered beat."""
+        """Extends the lease. False if beat `number` is not waiting for an answer."""
         if number not in self._sent:
             return False
         self.until = max(self.until, self._sent[number] + self.seconds)

@@ -4,10 +4,10 @@ Commands come in through a queue, from any thread; events go out through a
 callback. Everything else here belongs to the thread alone.
 
 A transport cannot be waited for, only polled. While a write is under way or a
-reservation is open, the thread pauses between polls for a fiftieth of the time
-since anything happened: a wait gets at most 2% longer, and long waits cost
-little CPU. For a pool on a GPU the pause stays short. When idle it polls only
-often enough for peers to connect.
+reservation is open, the thread pauses between polls for 2% of the time since the
+last event: a wait gets at most 2% longer, and long waits cost little CPU. For a
+pool on a GPU the pause stays short. When idle it polls only often enough for peers
+to connect.
 
 `start` runs it on a thread of its own; tests and simulations call `open` and then
 `step`.
@@ -106,7 +106,7 @@ class TransferThread:
         return self._address.result()
 
     def start(self) -> None:
-        """Starts the thread and returns when the pool is reachable; raises why it is not."""
+        """Starts the thread and returns when the pool is reachable. Raises the error of `open`."""
         self._thread.start()
         self._address.result()
 
@@ -133,14 +133,14 @@ class TransferThread:
 
     @property
     def pushes_ahead(self) -> bool:
-        """Whether PushPages may have pages that are not complete yet."""
+        """True if PushPages may name pages that are not complete yet."""
         return self._digest is None
 
     def ticket(
         self, key: AttemptKey, pages: Sequence[int], seconds: float, held_pages: int = 0
     ) -> bytes:
-        """A ticket for `pages` of this worker's pool, a prompt's from `held_pages` on. It expires
-        after `seconds`."""
+        """A ticket for `pages` of this worker's pool, which follow the prompt's first `held_pages`
+        pages. It expires after `seconds`."""
         body = TicketBody(
             request_id=key.request_id,
             epoch=key.epoch,
@@ -166,7 +166,7 @@ class TransferThread:
             while not self._stopped():
                 self.step(self._pause)
             self._transport.close()
-        except WorkerLost as error:  # a rank of this worker; the worker knows more about it
+        except WorkerLost as error:  # a rank of this worker; the worker reports more about it
             self._deliver(TransferCrashed(error.message))
         except Exception as error:  # noqa: BLE001 - the thread's edge: the worker must know
             _log.exception("the transfer thread crashed")

@@ -1,7 +1,7 @@
-"""All pushes and reservations of one worker: performs the actions of their machines.
+"""All pushes and reservations of one worker: performs the actions of their state machines.
 
-Fetched pages are pushes too, from decode to prefill, over the connection that
-prefill's introduction has made.
+A fetch is a push too, from decode to prefill, over the connection that prefill's
+introduction has made.
 
 Used by the transfer thread alone.
 """
@@ -55,8 +55,8 @@ from baton.v1.transfer_pb2 import Arrived as ArrivedNote
 from baton.v1.transfer_pb2 import Fetch, PoolAddress, TransferNote
 
 REMEMBERED = 4096
-"""Fetches whose repeated notes are dropped, and arrived reservations whose senders get Accepted
-again if they ask."""
+"""How many past fetches and arrived reservations are remembered: a fetch's repeated notes are
+dropped, and an arrived reservation's sender gets Accepted again if it asks."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Transfers:
         self._senders: dict[AttemptKey, Sender] = {}
         self._receivers: dict[AttemptKey, Receiver] = {}  # that a sender may still write to
         self._writes: dict[int, AttemptKey] = {}  # of the senders
-        self._asked: OrderedDict[AttemptKey, None] = OrderedDict()  # the last fetches
+        self._reported_fetches: OrderedDict[AttemptKey, None] = OrderedDict()
         self._arrived: OrderedDict[AttemptKey, None] = OrderedDict()
 
     @property
@@ -94,7 +94,7 @@ class Transfers:
 
     @property
     def expecting(self) -> bool:
-        """Whether the transport has something to report soon."""
+        """True while events of the transport are expected soon."""
         if self.peers.connecting or self._receivers:
             return True
         return any(sender.expects for sender in self._senders.values())
@@ -140,12 +140,12 @@ class Transfers:
             self._push(key, Sender.cancel)
 
     def on_note(self, peer: str, note: TransferNote) -> None:
-        """Handles a peer's note. One of an unknown attempt changes nothing."""
+        """Handles a peer's note. Notes of unknown attempts change nothing."""
         match note.WhichOneof("kind"):
             case "greeting":
                 self.peers.greeted(peer)
             case "fetch":
-                self._ask(key_of(note), peer, note.fetch)
+                self._report_fetch(key_of(note), peer, note.fetch)
             case "beat" | "arrived" | "drained":
                 self._on_sender_note(peer, note)
             case _:
@@ -154,25 +154,26 @@ class Transfers:
     def write_ended(self, write: int, error: BatonError | None = None) -> None:
         if key := self._writes.pop(write, None):
             push, now = self._senders[key], self._clock()
-            self._perform(push, push.write_failed(error, now) if error else push.write_done(now))
+            actions = push.write_failed(error, now) if error else push.write_done(now)
+            self._perform_sender(push, actions)
 
     def peer_lost(self, peer: str, *, gone: bool) -> None:
         for push in self._pushes_to(peer):
-            self._perform(push, push.peer_lost())
+            self._perform_sender(push, push.peer_lost())
         self.peers.lost(peer, gone=gone)
-        for receiver in self._from(peer) if gone else []:
-            self._settle(receiver, receiver.sender_died())
+        for receiver in self._receivers_from(peer) if gone else []:
+            self._perform_receiver(receiver, receiver.sender_died())
 
     def tick(self) -> None:
         now = self._clock()
         for push in list(self._senders.values()):
             if now >= push.deadline:
-                self._perform(push, push.tick(now))
+                self._perform_sender(push, push.tick(now))
         self.peers.tick()
         for receiver in list(self._receivers.values()):
             if now >= receiver.deadline:
                 self.peers.reach(receiver.peer)
-                self._settle(receiver, receiver.tick(now))
+                self._perform_receiver(receiver, receiver.tick(now))
 
     # Pushes.
 
@@ -181,7 +182,7 @@ class Transfers:
         self._senders[key] = Sender(key, peer, self._address.page_bytes, digest)
 
     def _lend(self, command: LendPages) -> None:
-        """Pushes cached pages to the first of the ticket's."""
+        """Pushes cached pages into the ticket's first pages."""
         self._open_push(command.key, command.peer)
         now = self._clock()
         self._senders[command.key].finish(0, command.pages, now, now)
@@ -194,11 +195,11 @@ class Transfers:
             body = open_ticket(sealed, self._address.layout)
         except BatonError as error:
             if push is not None:
-                self._perform(push, push.fail(error))
+                self._perform_sender(push, push.fail(error))
             return
         if push is not None:
             body.pages[:] = body.pages[:pages]
-            self._perform(push, push.ticket(body, self._clock()))
+            self._perform_sender(push, push.ticket(body, self._clock()))
         else:
             # The push has ended, or never began: the receiver need not wait for it.
             self.peers.send(body.agent, drained_note(key))
@@ -206,7 +207,7 @@ class Transfers:
     def _push(self, key: AttemptKey, act: Callable[[Sender], list[SenderAction]]) -> None:
         """Gives an open push its next input."""
         if push := self._senders.get(key):
-            self._perform(push, act(push))
+            self._perform_sender(push, act(push))
 
     def _pushes_to(self, peer: str) -> list[Sender]:
         return [push for push in self._senders.values() if push.peer == peer]
@@ -214,14 +215,14 @@ class Transfers:
     def _on_receiver_note(self, peer: str, note: TransferNote) -> None:
         push, key = self._senders.get(key_of(note)), key_of(note)
         if push is not None and push.peer == peer:
-            self._perform(push, self._input(push, note))
+            self._perform_sender(push, self._sender_input(push, note))
         elif note.HasField("revoked"):
-            # Its push has ended, which the receiver may have missed. A link between other shards
-            # may be broken, which only this side knows: the receiver uses the first for notes.
+            # The push has ended, and the receiver may have missed it. If a link between other
+            # shards is broken, only this side knows: the receiver sends notes over the first link.
             self.peers.reach(peer)
             self.peers.send(peer, drained_note(key))
 
-    def _input(self, push: Sender, note: TransferNote) -> list[SenderAction]:
+    def _sender_input(self, push: Sender, note: TransferNote) -> list[SenderAction]:
         match note.WhichOneof("kind"):
             case "renewed":
                 return push.renewed(note.renewed.number, self._clock())
@@ -234,13 +235,13 @@ class Transfers:
             case _:
                 return []
 
-    def _ask(self, key: AttemptKey, peer: str, fetch: Fetch) -> None:
+    def _report_fetch(self, key: AttemptKey, peer: str, fetch: Fetch) -> None:
         """Reports a fetch once: its push may have ended before the receiver's last note."""
-        if key not in self._asked:
-            _remember(self._asked, key)
+        if key not in self._reported_fetches:
+            _remember(self._reported_fetches, key)
             self._deliver(PagesWanted(key, peer, fetch.ticket, tuple(fetch.page_keys)))
 
-    def _perform(self, push: Sender, actions: Sequence[SenderAction]) -> None:
+    def _perform_sender(self, push: Sender, actions: Sequence[SenderAction]) -> None:
         for action in actions:
             match action:
                 case PageWrite():
@@ -250,7 +251,7 @@ class Transfers:
                 case Introduce():
                     self.peers.introduce(push.peer)
                 case PeerSilent(error):
-                    self._fall_silent(push.peer, error)
+                    self._peer_silent(push.peer, error)
                 case event:
                     if isinstance(event, PushEnded):
                         del self._senders[push.key]
@@ -260,7 +261,7 @@ class Transfers:
         try:
             self._transport.write(write)
         except BatonError as error:
-            self._perform(push, push.write_failed(error, self._clock()))
+            self._perform_sender(push, push.write_failed(error, self._clock()))
         else:
             self._writes[write.number] = push.key
 
@@ -269,13 +270,13 @@ class Transfers:
         try:
             self._transport.write(PageWrite(push.peer, note=note))
         except BatonError as error:
-            self._perform(push, push.fail(error))
+            self._perform_sender(push, push.fail(error))
 
-    def _fall_silent(self, peer: str, error: BatonError) -> None:
-        """One push has found the peer silent; all pushes to it fail."""
+    def _peer_silent(self, peer: str, error: BatonError) -> None:
+        """Fails all pushes to a peer once one of them finds it silent."""
         self.peers.drop(peer)
         for push in self._pushes_to(peer):
-            self._perform(push, push.fail(error))
+            self._perform_sender(push, push.fail(error))
 
     # Reservations.
 
@@ -290,22 +291,22 @@ class Transfers:
         try:
             self._transport.write(PageWrite(command.holder, note=note))
         except BatonError:  # the holder was never asked
-            self._settle(receiver, receiver.sender_died())
+            self._perform_receiver(receiver, receiver.sender_died())
 
     def _release(self, key: AttemptKey) -> None:
         if receiver := self._receivers.get(key):
-            self._settle(receiver, receiver.release(self._clock()))
+            self._perform_receiver(receiver, receiver.release(self._clock()))
         else:  # its last event is on its way to the worker
             self._deliver(ReservationFreed(key))
 
     def _sender_died(self, agent: str) -> None:
-        """A router reports the end of a sender's process. What it had sent may still arrive, until
-        the connection is lost too or `linger_seconds` have passed."""
+        """Handles a router's report that a sender's process has ended. Bytes that it sent may
+        arrive until the connection is lost too or `linger_seconds` have passed."""
         until = self._clock() + self._linger_seconds
-        for receiver in self._from(agent):
-            self._settle(receiver, receiver.linger(until))
+        for receiver in self._receivers_from(agent):
+            self._perform_receiver(receiver, receiver.linger(until))
 
-    def _from(self, sender: str) -> list[Receiver]:
+    def _receivers_from(self, sender: str) -> list[Receiver]:
         return [receiver for receiver in self._receivers.values() if receiver.peer == sender]
 
     def _on_sender_note(self, peer: str, note: TransferNote) -> None:
@@ -315,13 +316,13 @@ class Transfers:
             return
         receiver = self._receivers.get(key)
         if receiver is not None and receiver.peer == peer:
-            self._settle(receiver, self._receive(receiver, note))
+            self._perform_receiver(receiver, self._receiver_input(receiver, note))
         elif receiver is None and kind != "drained":
             # The sender missed how its reservation ended.
             answer = accepted_note(key) if key in self._arrived else revoked_note(key)
             self.peers.send(peer, answer)
 
-    def _receive(self, receiver: Receiver, note: TransferNote) -> list[ReceiverAction]:
+    def _receiver_input(self, receiver: Receiver, note: TransferNote) -> list[ReceiverAction]:
         match note.WhichOneof("kind"):
             case "beat":
                 return receiver.beat(note.beat.number, self._clock())
@@ -345,7 +346,7 @@ class Transfers:
             self._deliver(PagesDamaged(receiver.key, len(damaged)))
         return damaged
 
-    def _settle(self, receiver: Receiver, actions: Sequence[ReceiverAction]) -> None:
+    def _perform_receiver(self, receiver: Receiver, actions: Sequence[ReceiverAction]) -> None:
         if receiver.over:
             del self._receivers[receiver.key]
         for action in actions:

@@ -13,7 +13,7 @@ It guarantees:
 - Every accepted write ends in exactly one WriteDone or WriteFailed. Either way no
   byte of it is in flight any more.
 - When a peer is lost, PeerLost comes first, then WriteFailed for each of its
-  writes in flight. Connect again to reach it, which is refused until its PeerLost
+  writes in flight. Connect again to reach it; this is refused until its PeerLost
   has been polled.
 - A frozen or silently cut-off peer is not detected. Deadlines are the caller's.
 """
@@ -51,11 +51,11 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """The bytes copied of each page, which is `rows` rows of equal length at either end."""
+    """The part of each page to copy. At both ends a page is `rows` rows of equal length."""
 
     rows: int
-    row_bytes: int  # copied of each row
-    local_offset: int  # where in a row these bytes begin
+    row_bytes: int  # how many bytes of each row are copied
+    local_offset: int  # where in a row they begin
     remote_offset: int
 
 
@@ -67,7 +67,7 @@ class PageWrite:
     local_pages: Sequence[int] = ()
     remote_pages: Sequence[int] = ()
     note: bytes = b""
-    after: DeviceEvent | None = None  # no page is read before
+    after: DeviceEvent | None = None  # pages are read only after it
     # Unique in the process that made it, over all its transports.
     number: int = field(default_factory=lambda: next(_numbers), compare=False)
 
@@ -97,8 +97,8 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """A peer cannot be reached any more. If it is `gone`, its own writes cannot arrive any more
-    either: its process has ended, or the shared connection."""
+    """A peer cannot be reached any more. If it is `gone`, its own writes cannot arrive either:
+    its process or the shared connection has ended."""
 
     peer: str
     gone: bool = True
@@ -175,7 +175,7 @@ AnyPeer = TypeVar("AnyPeer", bound=_Peer)
 
 
 class BaseTransport(ABC, Generic[AnyPeer]):
-    """Base of transports of one kind of route: peers, events, and checks of both."""
+    """Base class of transports with one kind of route: keeps peers and events, checks arguments."""
 
     name: ClassVar[str]  # of the route
     devices: ClassVar[tuple[str, ...]]  # whose memory it can serve
@@ -242,7 +242,7 @@ class BaseTransport(ABC, Generic[AnyPeer]):
             raise WorkerLost(f"the connection to {peer} has just been lost")
 
     def _metadata(self, address: PoolAddress) -> bytes:
-        """The metadata of the route to a pool. Raises WorkerLost where there is none."""
+        """The metadata of the route to a pool. Raises WorkerLost if there is none."""
         for route in address.routes:
             if route.transport == self.name:
                 return route.metadata

@@ -123,7 +123,7 @@ def say_drained_too_early(patch: Patch) -> None:
 
 
 def forget_dead_senders(patch: Patch) -> None:
-    patch.setattr(Transfers, "_from", lambda self, agent: [])
+    patch.setattr(Transfers, "_receivers_from", lambda self, agent: [])
 
 
 def ignore_what_routers_say_of_the_dead(patch: Patch) -> None:
@@ -137,7 +137,7 @@ def believe_that_the_dead_are_silent(patch: Patch) -> None:
 
 def trust_a_silent_connection(patch: Patch) -> None:
     """A decode worker that does not answer counts as connected."""
-    patch.setattr(Transfers, "_fall_silent", lambda self, peer, error: None)
+    patch.setattr(Transfers, "_peer_silent", lambda self, peer, error: None)
 
 
 def break_the_neighbours_too(patch: Patch) -> None:
@@ -282,13 +282,13 @@ def lend_without_a_lease(patch: Patch) -> None:
 
 def lend_twice(patch: Patch) -> None:
     """A note that comes twice is answered twice."""
-    ask = Transfers._ask
+    report = Transfers._report_fetch
 
     def again(self: Transfers, key: AttemptKey, peer: str, note: FetchNote) -> None:
-        self._asked.clear()
-        ask(self, key, peer, note)
+        self._reported_fetches.clear()
+        report(self, key, peer, note)
 
-    patch.setattr(Transfers, "_ask", again)
+    patch.setattr(Transfers, "_report_fetch", again)
 
 
 def save_without_a_lease(patch: Patch) -> None:
