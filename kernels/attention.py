@@ -1,10 +1,10 @@
 """Attention over paged keys and values: one query per sequence, or one sequence's chunk.
 
-Compiled code (kernels/cpu) reads the pages where they are. Where there is none, the pages are
+Compiled code (kernels/cpu) reads the pages in place. Where it is not available, the pages are
 gathered for torch's fused attention, which is fastest without a mask and with many rows per
 call. So query heads that share a key head are rows of one matrix, and a chunk is cut into
-blocks: the past of a block needs no mask, the block itself the same small one every time, and
-the two are merged by their normalizers.
+blocks: the past of a block needs no mask, the block itself always the same small one, and the
+two are merged by their normalizers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from baton.kernels.cpu.paged_attention import CompiledAttention
 
 BLOCK = 128
-"""Tokens of a chunk attended together; half of it for a short prompt."""
+"""Tokens of a chunk that are attended together; half as many for a short prompt."""
 
 
 class Scoring(NamedTuple):
-    """How the product of a query and a key becomes a score: times `scale`; with a cap,
-    cap * tanh(score / cap)."""
+    """How scores are made: query @ key * `scale`, then, with a cap, cap * tanh(score / cap)."""
 
     scale: float
     cap: float | None = None
@@ -37,14 +36,14 @@ class Scoring(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeReads:
-    """What single queries read, one per sequence: made once per step for all layers of one
-    window."""
+    """The pages and positions that single queries read, one query per sequence. Made once per
+    step for all layers of one window."""
 
     tables: Tensor  # [B, width], page ids; a short list repeats its last page
     start: Tensor  # [B], the position of a table's first token
-    first: Tensor  # [B], of the first visible token
-    end: Tensor  # [B], of the one after the last visible
-    longest: int  # tokens of a table up to `end`, at most
+    first: Tensor  # [B], the position of the first visible token
+    end: Tensor  # [B], the position after the last visible token
+    longest: int  # most tokens of any table up to `end`
     cut: bool  # whether some table starts later than position 0
 
     @functools.cached_property
@@ -58,13 +57,13 @@ class DecodeReads:
 
 @dataclass(frozen=True)
 class ChunkReads:
-    """What one chunk's queries read: pages that end with the chunk itself."""
+    """The pages and positions that one chunk's queries read. The pages end with the chunk."""
 
     pages: Tensor  # [n], page ids
     start: int  # the position of their first token
-    position: int  # of the chunk's first token
-    end: int  # of the one after its last
-    window: int | None  # None: no token of these is hidden by the layer's window
+    position: int  # the position of the chunk's first token
+    end: int  # the position after its last token
+    window: int | None  # None if the layer's window hides none of these tokens
 
     @functools.cached_property
     def mask(self) -> Tensor:
@@ -82,8 +81,8 @@ def decode_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """query [B, heads, head_dim], one per sequence, whose tokens are in the cache
-    -> [B, heads * value_dim]. A head's sink, of sinks [heads], float32, is one more score, of a
-    token without a value."""
+    -> [B, heads * value_dim]. sinks [heads], float32: each head's additional score, of a token
+    without a value."""
     if compiled := _compiled(query.shape[1], cache, scoring, query.dtype):
         return compiled.of_queries(query, cache.kv, reads, sinks)
     batch, heads, head_dim = query.shape
@@ -96,7 +95,7 @@ def decode_attention(
 
 
 def prepare_attention(heads: int, cache: LayerCache, scoring: Scoring, dtype: torch.dtype) -> None:
-    """Compiles ahead of the first call with queries in `dtype`."""
+    """Compiles the code for queries in `dtype` ahead of the first call."""
     _compiled(heads, cache, scoring, dtype)
 
 
@@ -118,8 +117,8 @@ def masked_attention(
     scoring: Scoring,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [..., rows, dim] over keys and values [..., tokens, dim], sinks [..., rows or 1, 1],
-    all but the query with shapes that may be widened -> [..., rows, value_dim]."""
+    """query [..., rows, dim] over keys and values [..., tokens, dim], sinks [..., rows or 1, 1]
+    -> [..., rows, value_dim]. All but the query are broadcast."""
     if scoring.cap is None and sinks is None:
         shared = (*query.shape[:-2], -1, -1)
         return functional.scaled_dot_product_attention(

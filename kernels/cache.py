@@ -1,13 +1,13 @@
 """The paged K/V memory as one layer sees it.
 
 The memory is [page, layer, k/v, token, kv_head, dim], so a page is contiguous for a transfer.
-k/v are two: keys, then values. Or one: a latent, which is the only key head, and whose first
-numbers are the value. As codes, dim has the bytes of a head's codes and then those of their scales
-(int8: kernels/integers.py; uint8 holds int4: kernels/half_bytes.py): what moves pages, or heads of
-them, moves both.
+k/v has size two: keys, then values. For latents it has size one: a latent is the only key head, and
+its first numbers are the value. If the memory holds codes, dim counts the bytes of a head's codes
+and of the scales behind them (int8: kernels/integers.py; uint8 holds int4: kernels/half_bytes.py),
+so a transfer of pages or heads moves both.
 
-A layer reads and writes the memory as rows: its views start at its own offset, so the same row
-indices, made once per step, serve every layer of a slice (core/page_reach.py).
+A layer reads and writes the memory as rows. Its views start at its own offset, so the same row
+indices, made once per step, are valid for every layer of a slice (core/page_reach.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton.kernels.integers import head_codes, head_numbers
 from baton.kernels.linear import RMSNorm
 
 Norms = tuple[RMSNorm | None, RMSNorm | None]
-"""Of queries and of keys."""
+"""The norm of queries and the norm of keys."""
 
 
 class _Coding(NamedTuple):
@@ -48,13 +48,13 @@ class LayerCache(NamedTuple):
     kv: Tensor  # [page, k/v, token, kv_head, dim]
     pages: Tensor  # [rows, page_size * kv_heads * dim]; see gather
     tokens: Tensor  # [rows, kv_heads * dim]; see token_rows
-    layers: int  # of a page
+    layers: int  # how many a page holds
     table: int  # which of a sequence's tables lists its pages
-    value_dim: int  # of a head
+    value_dim: int  # numbers of a head's value
 
     @property
     def scaled(self) -> bool:
-        """Whether keys and values are codes with scales."""
+        """True if keys and values are codes with scales."""
         return self.kv.dtype in _CODINGS
 
     @property
@@ -63,7 +63,7 @@ class LayerCache(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Of vectors that divide keys and values evenly; 0: none do."""
+        """Lanes of vectors that divide keys and values evenly; 0 if none do."""
         size = math.gcd(self.head_dim, self.value_dim)
         if self.kv.dtype == torch.uint8:  # a vector of bytes has codes of either half
             size //= 2
@@ -74,8 +74,8 @@ def layer_caches(
     kv: Tensor, value_dim: int | None = None, places: Sequence[tuple[int, int]] | None = None
 ) -> list[LayerCache]:
     """Views of kv [page, layer of a page, k/v, token, kv_head, dim], one per layer of the model.
-    A latent's `value_dim` must be given. `places` has the table and the place in a page of each
-    layer; without, a page has all layers."""
+    `value_dim` is needed for latents. `places` has each layer's table and its index in a page; by
+    default a page has all layers."""
     _, layers, parts, page_size = kv.shape[:4]
     pages, tokens = kv.flatten(3).flatten(0, 2), kv.flatten(4).flatten(0, 3)
     return [
@@ -127,14 +127,14 @@ def by_heads(found: Tensor, cache: LayerCache, sequences: int) -> Tensor:
 
 
 def keys_values(found: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
-    """Of found [k/v, ..., dim]; those of codes in float32."""
+    """Splits found [k/v, ..., dim] into keys and values; codes are decoded to float32."""
     if cache.scaled:
         found = _CODINGS[cache.kv.dtype].decode(found)
     return found[0], found[-1][..., : cache.value_dim]
 
 
 def prepare_rotation(cache: LayerCache, dtype: torch.dtype) -> None:
-    """Compiles ahead of the first call with numbers in `dtype`."""
+    """Compiles the code for numbers in `dtype` ahead of the first call."""
     if compiler.suits(dtype, cache.kv.device) and cache.lanes:
         from baton.kernels.cpu.rotation import compiled_rotation  # imports llvmlite
 
@@ -149,9 +149,11 @@ def rotate_and_write_(
     cache: LayerCache,
     rows: Tensor,
 ) -> None:
-    """Normalizes the queries and keys of qkv [T, heads + k/v * kv_heads, head_dim] by their norms,
-    which are of one head, its first numbers or all heads, rotates them by rotation
-    [T, 1, head_dim / 2], each if given, and stores keys and values at rows [T, k/v]."""
+    """Normalizes the queries and keys of qkv [T, heads + k/v * kv_heads, head_dim], rotates them by
+    rotation [T, 1, head_dim / 2], each if given, and stores keys and values at rows [T, k/v].
+
+    A norm is over one head, over its first numbers or over all heads.
+    """
     if compiler.suits(qkv.dtype, qkv.device) and cache.lanes:
         from baton.kernels.cpu.rotation import rotate_and_write  # imports llvmlite
 

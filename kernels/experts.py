@@ -1,7 +1,7 @@
-"""What follows attention in a layer: an MLP, or experts, of which a row has a few.
+"""The MLP or experts that follow attention in a layer.
 
 On a CPU rows are gathered by expert, so that each chosen expert's weights are read once and the
-others' not at all. A row's numbers do not depend on the other rows: see kernels/linear.py.
+others' not at all. A row's results do not depend on the other rows: see kernels/linear.py.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class MLP:
         after: RMSNorm | None = None,
         adapted: AdaptedRows | None = None,
     ) -> Tensor:
-        """residual [rows, hidden] + the MLP of the residual, either normalized if its norm is
-        given."""
+        """residual [rows, hidden] + the MLP of the residual. Its input is normalized by `norm`, its
+        result by `after`, if given."""
         return self.down.add_to(residual, self.gate_up(residual, norm, adapted), after, adapted)
 
 
 class ExpertBiases(NamedTuple):
-    """Of experts' products."""
+    """The biases of experts' products."""
 
     gate_up: Tensor | None = None  # [every, 2 * columns]
     down: Tensor | None = None  # [every, hidden]
@@ -108,7 +108,7 @@ class Experts:
         self._drop_buffers()
 
     def _drop_buffers(self) -> None:
-        """Once no expert reads them."""
+        """Frees the stacked weights once no expert reads them."""
         if all(expert.down.weight.is_meta for expert in self._each):
             self.gate_up, self.down = (
                 torch.empty_like(each, device="meta") for each in (self.gate_up, self.down)
@@ -130,8 +130,8 @@ class Experts:
         after: RMSNorm | None = None,
         adapted: AdaptedRows | None = None,
     ) -> Tensor:
-        """residual [rows, hidden] + the experts' sum for the residual, as MLP.add_to. No adapter
-        adds to experts."""
+        """residual [rows, hidden] + the experts' sum for the residual, as MLP.add_to. Adapters do
+        not apply to experts."""
         total = self(residual, norm)
         if after:
             return after.add_to(residual, total.to(residual.dtype))
@@ -171,12 +171,12 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
 
 
 def _sigmoid(values: Tensor) -> Tensor:
-    """Of each number alone: torch's sigmoid has other bits for a tensor's last few."""
+    """A sigmoid that treats all numbers alike: torch's has other bits for a tensor's last few."""
     return torch.stack((values, torch.zeros_like(values)), dim=-1).softmax(dim=-1)[..., 0]
 
 
 def _in_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
-    """Minus infinity outside the best groups."""
+    """Replaces scores outside the best groups by minus infinity."""
     grouped = ranked.view(len(ranked), routing.groups, -1)
     ordered = grouped.sort(dim=-1, descending=True).values[..., : routing.group_best]
     best = _best(_in_order(ordered).squeeze(-1), routing.top_groups)
@@ -185,12 +185,12 @@ def _in_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """The highest scores' columns, the highest first; of equal ones the lowest column."""
+    """The columns of the highest scores, highest first; among equal scores the lowest column."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """The sum over the last dimension, which stays, from its first number to its last."""
+    """Sums over the last dimension, from its first number to its last, and keeps it."""
     total = values[..., :1]
     for column in range(1, values.shape[-1]):
         total = total + values[..., column : column + 1]

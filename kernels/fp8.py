@@ -1,8 +1,8 @@
-"""Products of weights and rows in FP8 (e4m3): a weight has a scale for each output, a row one.
+"""Products of weights and rows in FP8 (e4m3), with a scale for each output and for each row.
 
     x @ weight.T = (sum of codes' products) * output's scale * row's scale
 
-A row's codes follow from the row alone, so they are the same in batches of any size.
+A row's codes depend on the row alone, so they are the same in batches of any size.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 MOST = 448.0
-"""The greatest number in FP8."""
+"""The largest number in FP8."""
 
 INVERSE_MOST = 1 / MOST
 LEAST_PEAK = 1e-30
-"""Zeros have a scale too."""
+"""Gives rows of zeros a scale too."""
 
 
 class Fp8Weight(NamedTuple):
@@ -26,7 +26,7 @@ class Fp8Weight(NamedTuple):
     scales: Tensor  # [outputs], float32
 
     def halves(self) -> list[Fp8Weight]:
-        """Of the outputs."""
+        """Splits the outputs in two."""
         parts = zip(self.codes.chunk(2), self.scales.chunk(2), strict=True)
         return [Fp8Weight(codes, scales) for codes, scales in parts]
 
@@ -36,7 +36,7 @@ class Fp8Weight(NamedTuple):
 
 
 def quantize_to_fp8(x: Tensor) -> Fp8Weight:
-    """x [..., inputs] -> codes and scales, of weights or of rows."""
+    """Quantizes weights or rows: x [..., inputs] -> codes and scales."""
     x = x.float()
     peaks = x.abs().amax(dim=-1).clamp(min=LEAST_PEAK)
     # torch divides a number by a tensor in two steps, each rounded.
@@ -45,8 +45,8 @@ def quantize_to_fp8(x: Tensor) -> Fp8Weight:
 
 
 def fp8_product(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """x [rows, inputs] -> [rows, outputs], float32, without rounding to x's type: the
-    definition."""
+    """The product by definition: x [rows, inputs] -> [rows, outputs], float32, not rounded to x's
+    type."""
     codes, scales = quantize_to_fp8(x)
     sums = torch.mm(codes.float(), weight.codes.float().t())
     return sums * weight.scales * scales.unsqueeze(1)

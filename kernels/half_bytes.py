@@ -1,15 +1,16 @@
 """Keys and values as codes of four bits, two in a byte.
 
-Each GROUP numbers of a head have a scale and a middle, and 16 evenly spaced steps around it:
+Each group of GROUP numbers of a head has a scale and a middle, with 16 evenly spaced steps around
+the middle:
 
     number = (code - 7.5) * scale + middle
 
-A byte has the code of one number in its lower half, and in its upper half that of the number half a
-head further on: either half of a head is made of the same bytes. Behind the codes are the groups'
-scales and middles, in bfloat16, in pairs.
+The lower half of a byte has the code of a number in the first half of a head, the upper half that
+of the number half a head later. Behind the codes are the groups' scales and middles, in bfloat16,
+in pairs.
 
-One scale for a head, as int8 has (kernels/integers.py), loses too much in so few bits. Compiled
-code (kernels/cpu/half_byte_heads.py) and GPUs (kernels/gpu/head_codes.py) give the same bits.
+One scale for a head, as in int8 (kernels/integers.py), loses too much with four bits. Compiled code
+(kernels/cpu/half_byte_heads.py) and GPUs (kernels/gpu/head_codes.py) give the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from baton.kernels.integers import LEAST_PEAK
 
 STEPS, CENTER = 15.0, 7.5
 STEP = float(torch.tensor(1.0) / STEPS)
-"""Of a range; in float32."""
+"""The part of a range that is one step; rounded to float32."""
 
 LEAST_RANGE = LEAST_PEAK
 
@@ -32,7 +33,7 @@ def half_byte_codes(heads: Tensor) -> Tensor:
     """heads [..., head_dim] -> [..., stored bytes], uint8."""
     size, half = heads.shape[-1], heads.shape[-1] // 2
     numbers = heads.float()
-    highest, lowest = (_of_groups(numbers * sign) for sign in (1.0, -1.0))
+    highest, lowest = (_group_peaks(numbers * sign) for sign in (1.0, -1.0))
     scales = ((highest + lowest).clamp(min=LEAST_RANGE) * STEP).bfloat16()
     middles = ((highest - lowest) * 0.5 + 0.0).bfloat16()  # never -0
     factors, centers = 1.0 / _spread(scales, size), _spread(middles, size)
@@ -43,7 +44,7 @@ def half_byte_codes(heads: Tensor) -> Tensor:
 
 
 def half_byte_numbers(stored: Tensor) -> Tensor:
-    """What `half_byte_codes` stand for, [..., head_dim], float32."""
+    """Decodes what `half_byte_codes` returned -> [..., head_dim], float32."""
     size = head_dim_of(stored.shape[-1])
     packed, behind = stored[..., : size // 2], stored[..., size // 2 :]
     codes = torch.cat((packed & 15, packed >> 4), dim=-1)
@@ -52,8 +53,8 @@ def half_byte_numbers(stored: Tensor) -> Tensor:
     return (codes - CENTER) * scales + middles
 
 
-def _of_groups(numbers: Tensor) -> Tensor:
-    """The greatest of each group: [..., head_dim] -> [..., groups]."""
+def _group_peaks(numbers: Tensor) -> Tensor:
+    """The largest number of each group: [..., head_dim] -> [..., groups]."""
     filled = functional.pad(numbers, (0, -numbers.shape[-1] % GROUP), value=-torch.inf)
     return filled.reshape(*filled.shape[:-1], -1, GROUP).amax(dim=-1)
 

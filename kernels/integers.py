@@ -1,20 +1,20 @@
-"""Numbers as integer codes: weights, keys and values.
+"""Weights, keys and values as integer codes.
 
-Products are of weights, which have a scale and an offset for each group of inputs, and rows in
-int16, which have one scale each.
+A product multiplies weights, with a scale and an offset for each group of inputs, by rows in
+int16, with one scale each.
 
     x @ weight.T = row's scale * sum over groups of
                    (sum of codes' products) * (output's scale)
                    + (sum of the row's codes) * (output's offset)
 
-A group's sums are of integers, exact in any order, then rounded to float32; groups are added in
-order. So a row's result does not depend on the other rows, on tiles or on threads. Compiled code
+A group's sums are sums of integers, exact in any order, then rounded to float32; groups are added
+in order. So a row's result does not depend on the other rows, on tiles or on threads. Compiled code
 (kernels/cpu/integer_product.py) gives the same bits.
 
-Rows in int8 would be twice as fast to multiply, but lose more than weights do, even with a scale
-for each 32 inputs.
+Rows in int8 would be twice as fast to multiply, but would lose more accuracy than weights do, even
+with a scale for each 32 inputs.
 
-A key or value of one head has one scale, which is behind its codes.
+A head's key or value has one scale, stored behind its codes.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from baton.kernels import SCALE_BYTES
 
 MOST = 127.0
 MOST_OF_ROW = 127.0 * 256
-"""So that its upper byte is a code of int8, and its lower byte another."""
+"""The largest code of a row: its upper and its lower byte are each an int8 code."""
 
 LEAST_PEAK = 1e-30
-"""Zeros have a scale too."""
+"""Gives rows of zeros a scale too."""
 
 Bits = Literal[4, 8]
 
 GROUP = 32
 GROUPS: dict[Bits, int] = {4: GROUP, 8: 256}
-"""Inputs with one scale and offset; a weight's last may be fewer. With more, int8 comes near the
-gates of quality; with fewer, sums leave a CPU's integer units more often. Sums of up to 512 fit
-into 32 bits, and those of a row's codes into float32."""
+"""Inputs that share a scale and offset; a weight's last group may be smaller. Larger groups bring
+int8 near the quality gates; smaller ones move sums out of a CPU's integer units more often. Sums
+over up to 512 inputs fit into 32 bits, and sums of a row's codes into float32."""
 
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Of the range of a group's numbers, for int4."""
+"""Parts of the range of a group's numbers that int4 tries as its own range."""
 
 GROUPS_AT_ONCE = 32_768
-"""Enough that torch's cost of an operation does not count, few enough for a CPU's caches."""
+"""Groups quantized by one torch operation: enough to amortize its cost, few enough for caches."""
 
 
 class IntegerWeight(NamedTuple):
@@ -64,14 +64,14 @@ class IntegerWeight(NamedTuple):
         return self.codes.device
 
     def halves(self) -> list[IntegerWeight]:
-        """Of the outputs."""
+        """Splits the outputs in two."""
         return [
             self.changed(lambda each: each.chunk(2)[0]),
             self.changed(lambda each: each.chunk(2)[1]),
         ]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
-        """With each tensor changed."""
+        """Applies `change` to each tensor."""
         codes, scales, offsets = map(change, (self.codes, self.scales, self.offsets))
         return IntegerWeight(codes, scales, offsets, self.bits, self.dtype)
 
@@ -84,8 +84,8 @@ def quantize_to_int8(weight: Tensor) -> IntegerWeight:
 
 
 def _int8_codes(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and offset of a group [outputs, inputs]: its least and its greatest number have
-    the outermost codes. A scale alone loses a tenth more."""
+    """Codes, scale and offset of a group [outputs, inputs]. Its smallest and largest number get the
+    outermost codes. Without an offset the loss is a tenth larger."""
     least, most = numbers.aminmax(dim=1, keepdim=True)
     scales = (most - least).clamp_(min=LEAST_PEAK) / 255
     codes = ((numbers - least) / scales).round_().sub_(128)
@@ -108,13 +108,13 @@ def quantize_to_int4(weight: Tensor) -> IntegerWeight:
 
 class _Int4Codes(NamedTuple):
     codes: Tensor  # [GROUP, groups]
-    scales: Tensor  # [groups], as the offsets
-    offsets: Tensor
+    scales: Tensor  # [groups]
+    offsets: Tensor  # [groups]
 
 
 def _int4_codes(numbers: Tensor) -> _Int4Codes:
-    """numbers [GROUP, groups]. Of several ranges a group gets the one that loses least: its
-    greatest number may well be cut if all others gain by it."""
+    """numbers [GROUP, groups]. Tries several ranges per group and keeps the one with the smallest
+    error: clipping the largest number may help all others."""
     numbers = numbers.contiguous()
     ranges = numbers.amin(dim=0), numbers.amax(dim=0)
     mean = _sum(numbers) / GROUP
@@ -130,15 +130,15 @@ def _int4_codes(numbers: Tensor) -> _Int4Codes:
 
 
 class _Fit(NamedTuple):
-    """The line through a group's numbers, by their codes, that loses least."""
+    """The least-squares line from a group's codes to its numbers."""
 
-    scales: Tensor  # [groups], as the others
-    code_mean: Tensor
-    gain: Tensor  # what the line takes from the sum of squared differences
+    scales: Tensor  # [groups]
+    code_mean: Tensor  # [groups]
+    gain: Tensor  # [groups], by how much the line lowers the sum of squared differences
 
 
 def _fit(codes: Tensor, differences: Tensor) -> _Fit:
-    """Both [GROUP, groups]; differences from a group's mean."""
+    """codes and differences from the group's mean, both [GROUP, groups]."""
     total, squares = _sum(codes), _sum(codes.square())
     spread = squares - total * total / GROUP
     together = _sum(codes * differences)
@@ -155,14 +155,14 @@ def _sum(numbers: Tensor) -> Tensor:
 
 
 def _in_range(numbers: Tensor, least: Tensor, most: Tensor, share: Tensor | float) -> Tensor:
-    """Codes for that share of the range of a group's numbers."""
+    """Codes within `share` of the range of a group's numbers."""
     reach = (most - least) * (share / 2)
     low, per_step = (least + most) / 2 - reach, 7.5 / reach.clamp(min=LEAST_PEAK)
     return (numbers - low).mul_(per_step).round_().clamp_(0, 15).sub_(8)
 
 
 def integer_product(x: Tensor, weight: IntegerWeight) -> Tensor:
-    """x [rows, inputs] -> [rows, outputs], float32, without rounding to x's type."""
+    """x [rows, inputs] -> [rows, outputs], float32, not rounded to x's type."""
     codes, scales = _quantize(x.float(), MOST_OF_ROW)
     total, size = torch.zeros(len(x), len(weight.codes)), GROUPS[weight.bits]
     for group, factors in enumerate(weight.scales.t()):
@@ -181,7 +181,7 @@ def head_codes(heads: Tensor) -> Tensor:
 
 
 def head_numbers(codes: Tensor) -> Tensor:
-    """What `head_codes` stand for, [..., head_dim], float32."""
+    """Decodes what `head_codes` returned -> [..., head_dim], float32."""
     scales = codes[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return codes[..., :-SCALE_BYTES] * scales
 
@@ -195,5 +195,5 @@ def _quantize(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(rows: Tensor, group: int) -> Tensor:
-    """[rows, size] -> [rows, groups, group]; the last group is filled up."""
+    """[rows, size] -> [rows, groups, group]; the last group is padded with zeros."""
     return functional.pad(rows, (0, -rows.shape[1] % group)).unfold(1, group, group)

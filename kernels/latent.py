@@ -1,10 +1,11 @@
-"""Latent attention: a token's keys and values, of all heads, are products of its latent.
+"""Latent attention (MLA): the keys and values of all heads are products of a token's latent.
 
-A latent has `rank` numbers, which are normed, and `rotated` ones; pages hold nothing else. A head's
-key is a product of the normed ones, beside the rotated ones, and its value is another product of
-them. Neither is made: a query takes over the key's product (absorb), so that latents are keys for
-all heads, and their first `rank` numbers are values; their weighted sum is made a head's value at
-the end (expand). Prompts and answers are computed alike, in the same order.
+A latent has `rank` numbers, which are normed, and `rotated` numbers; pages hold nothing else. A
+head's key is a product of the normed numbers, followed by the rotated numbers; its value is another
+product of the normed numbers. Neither is computed. Instead the key's product is applied to the
+query (absorb), so that latents serve as keys of all heads and their first `rank` numbers as values;
+the value's product is applied to the weighted sum (expand). Prompts and answers are computed alike,
+in the same order.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """A layer's products between the residual's projection and attention, and after it."""
+    """A layer's products between the residual's projection and attention, and after attention."""
 
-    query: Linear | None  # of what is projected; None: those are the queries
+    query: Linear | None  # applied to the projection; None if that already holds the queries
     query_norm: RMSNorm | None
     absorb: HeadLinear  # [heads, rank, plain]
     expand: HeadLinear  # [heads, value, rank]
-    both: Linear  # [heads * (plain + value), rank]: absorb and expand as one; of its shape alone
+    both: Linear  # [heads * (plain + value), rank]: absorb and expand in one; only its shape counts
     rotated: int
 
     def pack(self) -> None:
@@ -39,7 +40,7 @@ class LatentHeads:
 
     def queries_and_latent(self, projected: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         """projected [T, queries + rank + rotated] -> [T, heads + 1, rank + rotated], not yet
-        normed or rotated, with what the rows' adapters add to queries."""
+        normed or rotated. Includes what the rows' adapters add to queries."""
         heads, rank, plain = self.absorb.weight.shape
         size = rank + self.rotated
         queries, latents = projected[:, :-size], projected[:, -size:]

@@ -1,7 +1,7 @@
 """Linear layers, with the norm before them and the gate or sum after them.
 
-On a CPU compiled products (kernels/cpu) do all of this in one pass, and a row's numbers do not
-depend on the other rows; where there are none, each is an operation of torch.
+On a CPU compiled products (kernels/cpu) do all of this in one pass, and a row's results do not
+depend on the other rows. Where they are not available, each is an operation of torch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from baton.kernels.low_rank import AdaptedRows
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""Of a gate: x / (1 + exp(-x)); gelu by its approximation with tanh; or gpt-oss's, which also
-changes what the gate multiplies: gate / (1 + exp(-SWIGLU_ALPHA gate)) * (up + 1), with the gate
-clamped from above and up from both sides."""
+"""The activation of a gate: x / (1 + exp(-x)); gelu in its tanh approximation; or gpt-oss's, which
+also changes up: gate / (1 + exp(-SWIGLU_ALPHA gate)) * (up + 1), with the gate clamped from above
+and up from both sides."""
 
 WeightCodes = Literal["int8", "int4", "fp8", "packed_int8", "packed_int4"]
-"""What a weight may be kept as: integers on CPUs (kernels/integers.py), FP8 (kernels/fp8.py) or
+"""Formats of quantized weights: integers on CPUs (kernels/integers.py), FP8 (kernels/fp8.py) and
 packed integers on GPUs (kernels/packed.py)."""
 
 Codes = IntegerWeight | Fp8Weight | PackedWeight
@@ -58,7 +58,7 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         size = weight.shape[0]
-        self.weight = weight  # [size], of what is normalized or float32
+        self.weight = weight  # [size], in the type of the rows or float32
         self.wide = weight.float()
         self.epsilon = epsilon
         self._scaled = self.wide * math.sqrt(size)
@@ -97,15 +97,15 @@ class _Product:
 
     @property
     def kept(self) -> Tensor | Fp8Weight | PackedWeight:
-        """What a GPU's products read."""
+        """The weight as a GPU's products read it."""
         return self._codes if isinstance(self._codes, Fp8Weight | PackedWeight) else self.weight
 
     def quantize(self, kind: WeightCodes) -> bool:
-        """Keeps the weight as codes alone; False if there are none for its inputs."""
+        """Replaces the weight by codes; False if this format has none for its inputs."""
         return self._keep(QUANTIZE[kind](self.weight))
 
     def pack_codes(self, grid: Grid) -> bool:
-        """Keeps the weight as its codes of this grid; False if they do not stand for it."""
+        """Replaces the weight by its codes in this grid; False if they do not represent it."""
         return self._keep(pack(self.weight, grid))
 
     def _keep(self, codes: Codes | None) -> bool:
@@ -113,8 +113,8 @@ class _Product:
             self._codes, self.weight = codes, _shape_only(self.weight)
         return codes is not None
 
-    def _of(self, x: Tensor, added: Tensor | None) -> Tensor:
-        """With what is added to it; of codes not yet in x's type."""
+    def _product(self, x: Tensor, added: Tensor | None) -> Tensor:
+        """The product plus `added`. With codes it is not yet in x's type."""
         if self._codes:
             return _plus(_plus(_product_of_codes(x, self._codes), self.bias), added)
         return _plus(functional.linear(x, self.weight, self.bias), added)
@@ -130,7 +130,7 @@ class Linear(_Product):
         self._panels: Panels | None = None
 
     def pack(self) -> None:
-        """Moves the weight into panels where there is compiled code for it."""
+        """Moves the weight into panels if there is compiled code for it."""
         if self._panels is None:
             self._panels = _panels(self._codes or self.weight, self.bias)
         if self._panels:
@@ -139,17 +139,17 @@ class Linear(_Product):
     def __call__(
         self, x: Tensor, norm: RMSNorm | None = None, adapted: AdaptedRows | None = None
     ) -> Tensor:
-        """x [rows, in], normalized if a norm is given -> [rows, out], with what the rows' adapters
-        add."""
+        """x [rows, in], normalized if a norm is given -> [rows, out]. Includes what the rows'
+        adapters add."""
         added = adapted.added(self, x, norm) if adapted else None
         if self._panels:
             return self._panels.product(x, norm, added)
         x = norm(x) if norm else x
-        return self._of(x, added).to(x.dtype)
+        return self._product(x, added).to(x.dtype)
 
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """self(x, norm); compiled code does not round it: of 50,000 numbers in bfloat16 the largest
-        are often equal."""
+        """self(x, norm), which compiled code does not round: the largest of 50,000 logits are often
+        equal in bfloat16."""
         return self._panels.unrounded(x, norm) if self._panels else self(x, norm)
 
     def add_to(
@@ -159,7 +159,7 @@ class Linear(_Product):
         after: RMSNorm | None = None,
         adapted: AdaptedRows | None = None,
     ) -> Tensor:
-        """residual [rows, out] + self(x), normalized if a norm is given."""
+        """residual [rows, out] + self(x), which is normalized if a norm is given."""
         if after:
             return after.add_to(residual, self(x, None, adapted))
         added = adapted.added(self, x) if adapted else None
@@ -176,8 +176,8 @@ class Linear(_Product):
 
 
 class GatedLinear(_Product):
-    """activation(x @ gate.T) * (x @ up.T), each with its bias; gate and up are halves of one
-    weight [2 * out, in]."""
+    """activation(x @ gate.T) * (x @ up.T), each product with its bias. gate and up are the halves
+    of one weight [2 * out, in]."""
 
     __slots__ = ("_panels", "activation")
 
@@ -206,21 +206,21 @@ class GatedLinear(_Product):
     def __call__(
         self, x: Tensor, norm: RMSNorm | None, adapted: AdaptedRows | None = None
     ) -> Tensor:
-        """x [rows, in], normalized if a norm is given -> [rows, out]; adapters add to gate and
+        """x [rows, in], normalized if a norm is given -> [rows, out]. Adapters add to gate and
         up."""
         added = adapted.added(self, x, norm) if adapted else None
         if self._panels:
             gate, up = self._panels
             return gate.gated(up, x, norm, self.activation, added)
         x = norm(x) if norm else x
-        return gate_and_multiply(self._of(x, added), self.activation).to(x.dtype)
+        return gate_and_multiply(self._product(x, added), self.activation).to(x.dtype)
 
 
 AnyLinear = Linear | GatedLinear
 
 
 class HeadLinear:
-    """x @ weight.T of each head, with weights of its own."""
+    """x @ weight.T for each head, each with its own weight."""
 
     __slots__ = ("_each", "weight")
 
@@ -246,7 +246,7 @@ def _plus(numbers: Tensor, more: Tensor | None) -> Tensor:
 
 
 def _product_of_codes(x: Tensor, codes: Codes) -> Tensor:
-    """x @ weight.T, in float32; of packed codes in their type."""
+    """x @ weight.T, in float32, or in the weight's type if its codes are packed."""
     if isinstance(codes, PackedWeight):
         return functional.linear(x, codes.numbers())
     return integer_product(x, codes) if isinstance(codes, IntegerWeight) else fp8_product(x, codes)
@@ -263,7 +263,7 @@ def _panels(weight: Tensor | Codes, bias: Tensor | None) -> Panels | None:
 
 
 def describe_integers(dtype: str) -> str:
-    """Which code multiplies integer weights in this process, with rows of that type."""
+    """Says which code multiplies integer weights and rows of `dtype` in this process."""
     if not compiler.available() or dtype == "float16":
         return "multiplied by torch, slower than unquantized ones"
     has_dot = compiler.has_dot() or compiler.has_byte_dot()
@@ -272,7 +272,7 @@ def describe_integers(dtype: str) -> str:
 
 
 def _shape_only(weight: Tensor) -> Tensor:
-    """Replaces a weight whose numbers are in panels alone."""
+    """Stands in for a weight that is only kept as codes or panels."""
     return torch.empty_like(weight, device="meta")
 
 

@@ -1,8 +1,8 @@
-"""What LoRA adapters add to linear layers, in a batch whose rows may have different ones.
+"""LoRA adapters of linear layers, in a batch whose rows may have different adapters.
 
-A layer's product is shrink, then expand: two linear layers, so that on a CPU with compiled products
-a row's sums run in one order, whatever the other rows are. The result is the addend of the layer's
-own product: rows without an adapter have zeros there, as they have without any adapters.
+An adapter's product is shrink, then expand: two linear layers, so that on a CPU with compiled
+products a row's sums run in one order, whatever the other rows are. The result is added to the
+layer's own product. Rows without an adapter add zeros, as they do in a batch without adapters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from baton.kernels.linear import AnyLinear, HeadLinear, Linear, RMSNorm
 
 RANKS = 4
-"""A rank is filled up to a multiple of it, which compiled products need."""
+"""Ranks are padded to a multiple of this, which compiled products need."""
 
 
 class LowRank:
@@ -26,8 +26,8 @@ class LowRank:
     __slots__ = ("_expand", "_shrink")
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
-        """a [rank, in]; b [out, rank], with the adapter's scale."""
-        a, b = _filled(a, b)
+        """a [rank, in]; b [out, rank], which includes the adapter's scale."""
+        a, b = _padded(a, b)
         self._shrink, self._expand = Linear(a), Linear(b)
         self._shrink.pack()
         self._expand.pack()
@@ -38,14 +38,14 @@ class LowRank:
 
 
 class LatentLowRank:
-    """The same for the products between latents and heads (kernels/latent.py), where x is a head's:
-    x @ b.T @ a of queries and x @ a.T @ b.T of values."""
+    """The same for the products between latents and heads (kernels/latent.py), per head:
+    x @ b.T @ a for queries and x @ a.T @ b.T for values."""
 
     __slots__ = ("_a", "_keys", "_transposed", "_values")
 
     def __init__(self, a: Tensor, b: Tensor, plain: int) -> None:
-        """a [rank, latent]; b [heads, plain + value, rank], with the adapter's scale."""
-        a, b = _filled(a, b)
+        """a [rank, latent]; b [heads, plain + value, rank], which includes the adapter's scale."""
+        a, b = _padded(a, b)
         self._keys = HeadLinear(b[:, :plain].transpose(1, 2).contiguous())
         self._transposed = Linear(a.t().contiguous())
         self._a = Linear(a)
@@ -55,26 +55,26 @@ class LatentLowRank:
 
     def absorbed(self, queries: Tensor) -> Tensor:
         """queries [rows, heads, plain] -> [rows, heads, latent]."""
-        return _of_heads(self._transposed, self._keys(queries))
+        return _apply_to_heads(self._transposed, self._keys(queries))
 
     def expanded(self, attended: Tensor) -> Tensor:
         """attended [rows, heads, latent] -> [rows, heads, value]."""
-        return self._values(_of_heads(self._a, attended))
+        return self._values(_apply_to_heads(self._a, attended))
 
 
-def _of_heads(linear: Linear, x: Tensor) -> Tensor:
+def _apply_to_heads(linear: Linear, x: Tensor) -> Tensor:
     """One product for all heads: x [rows, heads, in] -> [rows, heads, out]."""
     return linear(x.flatten(0, 1)).view(*x.shape[:2], -1)
 
 
-def _filled(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """With zeros, to a rank that compiled products take: a [rank, in]; b [..., out, rank]."""
+def _padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Pads the rank of a [rank, in] and b [..., out, rank] with zeros."""
     missing = -len(a) % RANKS
     return functional.pad(a, (0, 0, 0, missing)), functional.pad(b, (0, missing))
 
 
 AdapterProducts = Mapping[AnyLinear, LowRank | LatentLowRank]
-"""What one adapter adds, by the layers of the model that it adds to."""
+"""One adapter's products, by the layers of the model that they add to."""
 
 
 Product = TypeVar("Product", LowRank, LatentLowRank)
@@ -87,12 +87,12 @@ class _Group(NamedTuple):
 
 
 class AdaptedRows:
-    """The rows of a batch by their adapters."""
+    """The rows of a batch, grouped by adapter."""
 
     __slots__ = ("_groups",)
 
     def __init__(self, adapters: Sequence[AdapterProducts | None]) -> None:
-        """Of each row."""
+        """`adapters` has each row's adapter, or None."""
         rows: dict[int, list[int]] = {}
         for row, products in enumerate(adapters):
             if products is not None:
@@ -106,8 +106,8 @@ class AdaptedRows:
         ]
 
     def added(self, layer: AnyLinear, x: Tensor, norm: RMSNorm | None = None) -> Tensor | None:
-        """x [rows, in], normalized if a norm is given -> [rows, out]; None where no row's adapter
-        adds to this layer."""
+        """x [rows, in], normalized if a norm is given -> [rows, out]; None if no row's adapter adds
+        to this layer."""
         total = None
         for rows, product in self._products(layer, LowRank):
             if total is None:
@@ -116,12 +116,14 @@ class AdaptedRows:
         return total
 
     def absorb(self, layer: AnyLinear, queries: Tensor, absorbed: Tensor) -> None:
-        """Adds to `absorbed` [rows, heads, latent], made of queries [rows, heads, plain]."""
+        """Adds to absorbed [rows, heads, latent] what adapters make of queries
+        [rows, heads, plain]."""
         for rows, product in self._products(layer, LatentLowRank):
             absorbed[rows] += product.absorbed(queries[rows])
 
     def expand(self, layer: AnyLinear, attended: Tensor, values: Tensor) -> None:
-        """Adds to values [rows, heads, value], made of attended [rows, heads, latent]."""
+        """Adds to values [rows, heads, value] what adapters make of attended
+        [rows, heads, latent]."""
         for rows, product in self._products(layer, LatentLowRank):
             values[rows] += product.expanded(attended[rows])
 

@@ -1,8 +1,8 @@
 """Noise for sampling: one Gumbel value per (seed, position, token id), without state.
 
-The largest of logit / temperature + noise is a draw from the softmax. Each token has noise of
-its own, so two distributions that differ a little give the same token, except with a
-probability of about their distance: a last bit moves no other token's chance.
+The token with the largest logit / temperature + noise is a draw from the softmax. Each token has
+its own noise, so two distributions that differ a little give the same token, except with a
+probability of about their distance: a changed last bit affects no other token.
 
 `draw_key` mixes seed and position into 64 bits. A 32-bit finalizer hashes a token's id with
 both halves; kernels/gpu/sampling.py computes the same integers.
@@ -23,7 +23,7 @@ SECOND_FACTOR = 0x846CA68B - (1 << 32)
 
 UNIT = 2.0**-31
 MOST_UNIFORM = 1.0 - 2.0**-24
-"""Keeps the logarithm finite: a token that is alone must win with any noise."""
+"""Keeps the logarithm finite: the only token that filters leave must win with any noise."""
 
 
 def draw_key(seed: int, position: int) -> int:
@@ -33,7 +33,7 @@ def draw_key(seed: int, position: int) -> int:
 
 
 def add_noise(scores: Tensor, keys: Tensor) -> Tensor:
-    """scores [R, V], float32, plus each token's noise, in place. keys [R], int64.
+    """Adds each token's noise to scores [R, V], float32, in place. keys [R], int64.
 
     The noise is -log(E) of an exponential E.
     """
@@ -61,5 +61,5 @@ def _xor_shifted(words: Tensor, count: int) -> Tensor:
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
-    """To the right, as if without a sign."""
+    """A logical shift to the right: zeros come in from the left."""
     return (words >> count).bitwise_and_((1 << (32 - count)) - 1)

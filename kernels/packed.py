@@ -2,15 +2,16 @@
 
     weight[output, input] = round((code - zero) * scale), to the type of the products
 
-The zero, an integer, and the scale are those of a group of 32, 64 or 128 neighbouring inputs. A
-product is that of the weights which the codes stand for, to the bit: codes save memory and its
-traffic, and change no answer.
+The zero, an integer, and the scale belong to a group of 32, 64 or 128 neighbouring inputs. A
+product has the same bits as one of the decoded weights: codes save memory and memory traffic, and
+change no answer.
 
-Words of 32 bits have the codes that one thread multiplies: of its output, inputs 2 q and 2 q + 1,
-and 8 further on, of 16; in 4 bits of the next 16 too. Words are ordered by inputs, by outputs, by
-q. A group's zero is in its scale's last bits, which scales of 16 bits leave empty.
+A word of 32 bits has the codes that one thread multiplies for one output: of each 16 inputs, inputs
+2 q, 2 q + 1, 2 q + 8 and 2 q + 9; with 4 bits also those of the next 16. Words are ordered by
+inputs, then outputs, then q. A group's zero is in the last bits of its scale, which are unused in
+scales of 16 bits.
 
-Compiled kernels read them (kernels/gpu/packed_tiles.py).
+kernels/gpu/packed_tiles.py reads them.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from torch import Tensor
 Bits = Literal[4, 8]
 
 INPUTS = 32
-"""A weight has a multiple of this many inputs, and so has a group."""
+"""Weights and groups have a multiple of this many inputs."""
 
 GROUPS = (128, 64, 32)
 MOST_GROUP: dict[Bits, int] = {4: 64, 8: 128}
-"""Inputs of a group of a quantized weight: in 4 bits, groups of 128 lose twice as much."""
+"""Inputs per group when a weight is quantized: with 4 bits, groups of 128 lose twice as much."""
 
 ZERO_BITS = 13
-"""Of a scale's word, for its zero: scales in float16 and bfloat16 have no digits there."""
+"""Bits of a scale's word that hold the zero: unused by scales in float16 and bfloat16."""
 
 _ZEROS = (1 << ZERO_BITS) - 1
 _NUMBERS_AT_ONCE = 1 << 24
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Of the range of a group's weights, for 4 bits."""
+"""Parts of the range of a group's weights that 4 bits try as their own range."""
 
 
 class PackedWeight(NamedTuple):
     """A weight [outputs, inputs] as codes, for products in `dtype`."""
 
-    words: Tensor  # [inputs / 32 or, of 8 bits, / 16; outputs; 4], int32
+    words: Tensor  # [inputs / 32 (4 bits) or / 16 (8 bits), outputs, 4], int32
     scales: Tensor  # [groups, outputs], int32: a float32 and the zero
     bits: Bits
     dtype: torch.dtype
-    exact: bool  # whether all scales are numbers of `dtype`
+    exact: bool  # whether `dtype` represents all scales
 
     @property
     def shape(self) -> torch.Size:
@@ -61,17 +62,17 @@ class PackedWeight(NamedTuple):
         return self.words.device
 
     def numbers(self) -> Tensor:
-        """The weights, [outputs, inputs]."""
+        """Decodes the weights, [outputs, inputs]."""
         zeros, scales = ((self.scales & _ZEROS).float(), _wide(self.scales & ~_ZEROS))
         spread = [each.t().repeat_interleave(self.group, dim=1) for each in (zeros, scales)]
         return ((_unpack(self.words, self.bits) - spread[0]) * spread[1]).to(self.dtype)
 
 
 class Grid(NamedTuple):
-    """What the codes of a weight stand for: [outputs, inputs / INPUTS] each, float32."""
+    """The scales and zeros of a weight's codes: [outputs, inputs / INPUTS] each, float32."""
 
     scales: Tensor
-    zeros: Tensor  # of codes from 0 on
+    zeros: Tensor  # codes count from 0
     bits: Bits
 
     def to(self, device: str) -> Grid:
@@ -79,7 +80,7 @@ class Grid(NamedTuple):
 
 
 def pack(weight: Tensor, grid: Grid) -> PackedWeight | None:
-    """The weight [outputs, inputs] as codes; None if no codes of this grid stand for it."""
+    """Packs a weight [outputs, inputs]; None if codes of this grid do not represent it exactly."""
     words = _scale_words(grid, weight.dtype)
     if words is None or not weight.shape[1] or weight.shape[1] % INPUTS:
         return None
@@ -91,13 +92,13 @@ def pack(weight: Tensor, grid: Grid) -> PackedWeight | None:
         if found is None:
             return None
         codes[some] = found
-    bits = _bits_of(weight.dtype)
-    exact = bits is None or not bool((words & ~_ZEROS & bits).any())
+    unused = _unused_bits(weight.dtype)
+    exact = unused is None or not bool((words & ~_ZEROS & unused).any())
     return PackedWeight(_pack(codes, grid.bits), words, grid.bits, weight.dtype, exact)
 
 
 def quantize_to_packed(weight: Tensor, bits: Bits) -> PackedWeight | None:
-    """The weight [outputs, inputs]; None if its inputs fill no groups."""
+    """Rounds a weight [outputs, inputs] to codes; None if its inputs do not fill groups."""
     outputs, inputs = weight.shape
     sizes = (size for size in GROUPS if size <= MOST_GROUP[bits] and inputs % size == 0)
     group = next(sizes, None) if inputs else None
@@ -125,14 +126,14 @@ def _rounded(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: Bits) -> Tens
 
 
 def _fit8(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales and zeros [groups, 1] of numbers [groups, group]: symmetric."""
+    """Symmetric scales and zeros [groups, 1] for numbers [groups, group]."""
     scales = (numbers.abs().amax(dim=1, keepdim=True) / 127).to(_narrow(dtype)).float()
     return scales, torch.full_like(scales, 128.0)
 
 
 def _fit4(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As _fit8. Of several ranges a group gets the one that loses least, with the scale that then
-    loses least."""
+    """As _fit8, but tries several ranges per group and keeps the one with the smallest error, with
+    a scale refitted to it."""
     least = numbers.amin(dim=1, keepdim=True).clamp_(max=0.0)
     most = numbers.amax(dim=1, keepdim=True).clamp_(min=0.0)
     best = (torch.zeros_like(least), torch.zeros_like(least))
@@ -153,18 +154,18 @@ def _fit4(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
-    """Of scales, for products in `dtype`."""
+    """The type of scales for products in `dtype`."""
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
-def _bits_of(dtype: torch.dtype) -> int | None:
-    """The bits of a float32 that a number of `dtype` leaves empty; float16's exponents are checked
+def _unused_bits(dtype: torch.dtype) -> int | None:
+    """The bits of a float32 that numbers of `dtype` do not use. float16's exponents are checked
     elsewhere."""
     return {torch.bfloat16: 0xFFFF, torch.float16: _ZEROS}.get(dtype)
 
 
 def _codes(weight: Tensor, grid: Grid) -> Tensor | None:
-    """uint8 [outputs, inputs]; None if they do not stand for the weight."""
+    """The weight's codes, uint8 [outputs, inputs]; None if they do not represent it exactly."""
     scales, zeros = (each.repeat_interleave(INPUTS, dim=1) for each in grid[:2])
     nearest = codes = _rounded(weight.float(), scales, zeros, grid.bits)
     wrong = torch.ones_like(weight, dtype=torch.bool)
@@ -178,7 +179,8 @@ def _codes(weight: Tensor, grid: Grid) -> Tensor | None:
 
 
 def _scale_words(grid: Grid, dtype: torch.dtype) -> Tensor | None:
-    """[groups, outputs], of the largest groups; None if scales or zeros need more bits."""
+    """Words [groups, outputs], with groups as large as possible; None if scales or zeros need more
+    bits."""
     bits, zeros = grid.scales.view(torch.int32), grid.zeros.int()
     whole = bool((zeros == grid.zeros).all()) and int(zeros.min()) >= 0
     whole = whole and int(zeros.max()) <= 1 << grid.bits
@@ -199,12 +201,12 @@ def _wide(bits: Tensor) -> Tensor:
 
 
 class _Place(NamedTuple):
-    """Of a code in its word."""
+    """The place of a code in its word."""
 
     shift: int
-    half: int  # which 16 inputs
-    upper: int  # which 8 of them
-    odd: int  # which of 2
+    half: int  # first or second 16 inputs
+    upper: int  # first or second 8 of these
+    odd: int  # first or second of a pair
 
     def of(self, placed: Tensor) -> Tensor:
         """placed [..., halves, 2, 2] -> [...]"""

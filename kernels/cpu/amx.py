@@ -1,13 +1,14 @@
-"""Products of bfloat16 on x86_64's tile registers (AMX), also those of attention.
+"""Products of bfloat16 on x86_64's tile registers (AMX), also for attention.
 
 A tile register has 16 rows of 64 bytes. One instruction adds to 16 x 16 float32 sums the
-products of 16 rows of x and 16 outputs over 32 inputs: for each sum the products of even inputs
-one after another, those of odd inputs likewise, and then both. So each sum runs over the inputs
-32 by 32 in order, for any number of rows.
+products of 16 rows of x and 16 outputs over 32 inputs: for each sum it adds up the products of
+even inputs in order, those of odd inputs in order, and then both. So each sum runs over the inputs
+in order, 32 at a time, for any number of rows.
 
-Four registers have the sums of 32 rows and 32 outputs, two x and two weights. A panel has 32
-outputs: of each 32 inputs first 16 outputs' pairs of inputs, then the other 16 outputs'. A block
-has 32 rows: of each 32 inputs row after row, so that a register is loaded from neighbouring lines.
+Four registers hold the sums of 32 rows and 32 outputs, two hold x and two weights. A panel has 32
+outputs: for each 32 inputs it has the pairs of inputs of its first 16 outputs, then those of the
+other 16. A block has 32 rows: for each 32 inputs row after row, so that a register is loaded from
+neighbouring lines.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ LINES = 32
 """Cache lines of a panel's 32 inputs."""
 
 LINES_AHEAD = 8
-"""Those of the next panel that are fetched for each 32 inputs of 32 rows, so that 128 rows fetch
-all of it; up to 16 rows fetch them all."""
+"""Lines of the next panel that are fetched for each 32 inputs of 32 rows, so that 128 rows fetch
+the whole panel. Up to 16 rows fetch all of them at once."""
 
 _BYTE = ir.IntType(8)
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
@@ -46,7 +47,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 @functools.cache
 def permitted() -> bool:
-    """Asks the system for the tile registers."""
+    """Asks the system for permission to use the tile registers. True if it is granted."""
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
@@ -57,13 +58,13 @@ def packed(weight: Tensor) -> Tensor:
 
 
 class TileCode:
-    """Instructions of tile registers, in a function."""
+    """Adds tile instructions to a function."""
 
     def __init__(self, code: Function) -> None:
         self._code = code
 
     def begin(self) -> None:
-        """Registers have all their rows and bytes from now on."""
+        """Configures all registers with their full size."""
         module = self._code.module
         widths, heights = [ROW_BYTES, 0] * REGISTERS, [HALF] * REGISTERS
         palette = [1, *[0] * 15, *widths, *[0] * 16, *heights, *[0] * 8]
@@ -82,18 +83,18 @@ class TileCode:
         self._call("tilezero", [_BYTE], self._number(register))
 
     def load(self, register: int, source: Memory, stride: Count | int) -> None:
-        """16 rows, `stride` bytes apart."""
+        """Loads 16 rows, `stride` bytes apart."""
         self._move("tileloadd64", register, source, stride)
 
     def store(self, register: int, target: Memory, stride: Count | int) -> None:
         self._move("tilestored64", register, target, stride)
 
     def add_products(self, sums: int, x: int, weights: int) -> None:
-        """Of bfloat16."""
+        """Adds products of bfloat16."""
         self._multiply("tdpbf16ps", sums, x, weights)
 
     def add_byte_products(self, sums: int, x: int, weights: int) -> None:
-        """Of signed bytes of x and unsigned ones of weights, four in each lane."""
+        """Adds products of signed bytes of x and unsigned bytes of weights, four in each lane."""
         self._multiply("tdpbsud", sums, x, weights)
 
     def _multiply(self, name: str, *registers: int) -> None:
@@ -115,7 +116,7 @@ class TileCode:
 
 @contextmanager
 def tile_registers(code: Function, *, used: bool) -> Iterator[None]:
-    """Within, this thread's tile registers can be used."""
+    """Makes tile registers usable within the context."""
     tiles = TileCode(code)
     if used:
         tiles.begin()
@@ -125,7 +126,7 @@ def tile_registers(code: Function, *, used: bool) -> Iterator[None]:
 
 
 class Ahead(NamedTuple):
-    """What is fetched of the next panel."""
+    """The part of the next panel that is prefetched."""
 
     panel: Memory
     lines: int  # for each 32 inputs
@@ -142,9 +143,9 @@ def add_products(
     rows: int = 1,
     ahead: Ahead | None = None,
 ) -> None:
-    """Adds to registers 0 to 3 the products of each 16 rows of x, `x_stride` bytes apart, with
-    each 16 outputs of weights, laid out with `rows` and `outputs` numbers for an input. Registers 4
-    and 5 have x, 6 and 7 weights. What lies `ahead` is fetched."""
+    """Adds to registers 0 to 3 the products of each 16 rows of x, `x_stride` bytes apart, and each
+    16 outputs of weights. For one input x has `rows` and weights `outputs` numbers. Registers 4 and
+    5 hold x, 6 and 7 weights. Prefetches `ahead`."""
     with code.loop(0, inputs, step=INPUTS) as first:
         for row, of_rows in enumerate(x):
             tiles.load(4 + row, of_rows.from_(first * rows), x_stride)
@@ -159,8 +160,8 @@ def add_products(
 
 
 def panel_code(module: ir.Module, result: ir.Type) -> Function:
-    """Some rows of one panel, within `tile_registers`: (rows of x, rows, inputs, panel, addend, its
-    stride, out, its stride)"""
+    """Multiplies some rows by one panel, within `tile_registers`: (rows of x, rows, inputs, panel,
+    addend, its stride, out, its stride)"""
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"panel_{result}", types, lanes=LANES)
     x, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
@@ -197,7 +198,7 @@ def _sums_of_block(
     sums: Memory,
     halves: int,
 ) -> None:
-    """Of 16 or 32 rows of x."""
+    """Stores the sums of 16 or 32 rows of x."""
     places = list(product(range(halves), range(2)))
     for row, column in places:
         tiles.zero(2 * row + column)

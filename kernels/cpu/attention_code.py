@@ -1,11 +1,10 @@
-"""Compiled attention over paged keys and values: of single queries, and of a prompt's chunk.
+"""Compiled attention over paged keys and values, for single queries and for a prompt's chunk.
 
-Both compute rows as attention_tile.py describes, and differ in what is done at once:
+Both compute rows as attention_tile.py describes. Their work items differ:
 
-    decode   a work item is one key head of one sequence over one split; a second function
-             merges the parts
-    chunk    a work item is one key head of some tokens over all their context, split by split,
-             so that a split's keys and values are read once for all of the tokens
+    decode   one key head of one sequence over one split; a second function merges the parts
+    chunk    one key head of some tokens over their whole context, split by split, so that a
+             split's keys and values are read once for all of the tokens
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from baton.kernels.cpu.compiler import Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 
 CHUNK_ROWS = 48
-"""Rows of a chunk's work item, about: more use each key and value more often, fewer keep more
-threads busy."""
+"""Approximate rows of a chunk's work item: more rows reuse each key and value more often, fewer
+keep more threads busy."""
 
 
 CHUNK_ROWS_LAID_OUT = 192
-"""The same where keys are laid out for each work item."""
+"""The same if keys are laid out for each work item."""
 
 ITEMS_OF_THREAD = 4
-"""Work items that each thread should have at least, before they have more than CHUNK_ROWS."""
+"""An item gets more than CHUNK_ROWS only if each thread has at least this many items."""
 
 CHUNK_STEP = 64
-"""Tokens that are read for all rows of a work item before the next: as many as stay in the
-first cache."""
+"""Tokens that all rows of a work item read before the next ones: as many as fit into the L1
+cache."""
 
 
 class DecodeArguments(ctypes.Structure):
@@ -55,10 +54,10 @@ class DecodeArguments(ctypes.Structure):
         ("tables", ctypes.c_void_p),  # [sequences, table_width], page ids, int64
         ("table_width", ctypes.c_int64),
         ("start", ctypes.c_void_p),  # [sequences], the position of a table's first token, int64
-        ("first", ctypes.c_void_p),  # [sequences], of the first token that is seen
-        ("end", ctypes.c_void_p),  # [sequences], and the one after the last
+        ("first", ctypes.c_void_p),  # [sequences], the position of the first visible token
+        ("end", ctypes.c_void_p),  # [sequences], the position after the last one
         ("sequences", ctypes.c_int64),
-        ("splits", ctypes.c_int64),  # at most, of any sequence
+        ("splits", ctypes.c_int64),  # most splits of any sequence
         ("sinks", ctypes.c_void_p),  # float32 [heads]
         ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
         ("parts", ctypes.c_void_p),  # [sequences, heads, splits, part_numbers]
@@ -132,7 +131,7 @@ class Scratch:
 
 
 def library(shape: Heads) -> Library:
-    """The functions of `AttentionCode`."""
+    """Compiles the functions of `AttentionCode`."""
     return Library(_module, shape)
 
 
@@ -141,8 +140,8 @@ def _module(shape: Heads) -> ir.Module:
 
 
 class AttentionCode:
-    """The functions `attend`, which makes the parts of single queries, `merge`, which merges them,
-    and `attend_chunk`."""
+    """Writes the functions `attend`, which computes the parts of single queries, `merge`, which
+    merges them, and `attend_chunk`."""
 
     def __init__(self, shape: Heads) -> None:
         self._shape = shape
@@ -153,7 +152,7 @@ class AttentionCode:
         self.chunk_scratch = Scratch(shape, self._most * shape.group)
 
     def tokens_of_item(self, tokens: int, threads: int) -> int:
-        """Of a chunk of so many; no result depends on it."""
+        """Tokens of a work item, for a chunk of `tokens`. No result depends on it."""
         each = tokens * self._shape.kv_heads // (ITEMS_OF_THREAD * threads)
         return min(max(each, self._least), self._most)
 
@@ -231,7 +230,7 @@ class AttentionCode:
         kv_head: Count,
         rows: Count,
     ) -> tuple[Count, ContextSplit]:
-        """The split of that number, cut to positions [first, end), and where it begins."""
+        """Where split `number` begins, and the split cut to positions [first, end)."""
         shape = self._shape
         begin = (number * SPLIT).at_least(first // shape.aligned * shape.aligned)
         stop = ((number + 1) * SPLIT).at_most(end)
@@ -245,7 +244,7 @@ class AttentionCode:
     def _put_bounds(
         self, bounds: Memory, row: Count, first: Count, end: Count, split: ContextSplit
     ) -> None:
-        """Which of the split's tokens a row sees."""
+        """Stores which of the split's tokens a row sees."""
         first, end = first.at_least(0).at_most(split.tokens), end.at_least(0).at_most(split.tokens)
         bounds.of(COUNT).put_count(first, row * 2)
         bounds.of(COUNT).put_count(end, row * 2 + 1)
@@ -262,7 +261,7 @@ class AttentionCode:
             first, end = (
                 given.memory(name, COUNT).count(row // shape.heads) for name in ("first", "end")
             )
-            # Splits after a sequence's last token have no part in the result.
+            # Splits after a sequence's last token were not computed.
             with code.loop(0, (end + SPLIT - 1) // SPLIT - first // SPLIT) as index:
                 at = (row * splits + index) * shape.part_numbers
                 code.call(self._merging.add, merged, given.memory("parts").from_(at))
@@ -280,13 +279,13 @@ class AttentionCode:
         blocks = (given.count("tokens") + tokens_of_item - 1) // tokens_of_item
         items, registers = blocks * shape.kv_heads, amx.tile_registers(code, used=shape.amx)
         with registers, code.claim(given.field("items_claimed"), items) as item:
-            # The last tokens have the longest context: first.
+            # The last tokens have the longest context, so they go first.
             index = blocks - 1 - item // shape.kv_heads
             code.call(block, structure, scratch, index, item % shape.kv_heads)
         code.end()
 
     def _block(self) -> Function:
-        """Some tokens, of one key head: (arguments, scratch, block, kv_head)"""
+        """Some tokens for one key head: (arguments, scratch, block, kv_head)"""
         shape, types = self._shape, [POINTER, POINTER, COUNT, COUNT]
         code = Function(self._module, "block", types, lanes=shape.lanes)
         structure, scratch, index, kv_head = code.arguments
@@ -328,7 +327,7 @@ class AttentionCode:
         kv_head: Count,
         rows: Count,
     ) -> None:
-        """Rows are the tokens' queries, one token after another."""
+        """Copies the tokens' queries as rows, one token after another, and begins their sums."""
         shape, queries = self._shape, given.memory("queries", self._shape.element)
         with code.loop(0, rows) as row:
             stride = given.count("query_stride")
@@ -342,6 +341,7 @@ class AttentionCode:
     def _place(
         self, row: Count, token: Count, kv_head: Count, stride: Count | int, size: int
     ) -> Count:
-        """Where a row is: its token, then its head; `stride` numbers a token, `size` a head."""
+        """The offset of a row in [token, head], with `stride` numbers per token and `size` per
+        head."""
         head = kv_head * self._shape.group + row % self._shape.group
         return (token + row // self._shape.group) * stride + head * size

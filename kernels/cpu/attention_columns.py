@@ -1,13 +1,13 @@
 """Scores of many rows, with keys that are laid out for them once per split.
 
-A vector of VectorProducts (attention_products.py) has numbers of one key, so each score ends with
-a sum over lanes, which takes almost as many instructions as its products. Here a vector has one
-number of as many keys as there are lanes, and its products are with one number of a query:
+In VectorProducts (attention_products.py) a vector has numbers of one key, so each score ends with
+a sum over lanes, which takes almost as many instructions as its products. Here each lane of a
+vector has the same dimension of another key, and is multiplied by that dimension of a query:
 
     keys       [tokens / lanes, head_dim, lanes]
 
-What was a lane there is a sum here, and these sums are added in the order of `vectors.totals`. So
-the bits are the same, and code may choose by the number of rows.
+What is a lane there is a sum here, and these sums are added in the order of `vectors.totals`. So
+the bits are the same, and the number of rows may decide which code runs.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from baton.kernels.cpu.ir_builder import COUNT, POINTER, Function, Memory
 from baton.kernels.cpu.vectors import QUAD, Floats, transposed
 
 LANES = tuple(quad + lane for quad in (0, 8, 4, 12) for lane in range(QUAD))
-"""In the order of `vectors.totals`: neighbours are added, then neighbouring pairs, and on."""
+"""Lanes in the order of `vectors.totals`: neighbours are added, then neighbouring pairs, and so
+on."""
 
 
 class ColumnScores:
-    """Functions for shape.rows rows; what is beyond the last has numbers of no use."""
+    """Functions for shape.rows rows. Results of rows beyond the last are meaningless."""
 
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
         self._lay_out, self._score = self._lay_out_code(), self._score_code()
 
     def lay_out(self, code: Function, memory: dict[str, Memory], split: ContextSplit) -> None:
-        """Keys as memory["keys"]."""
+        """Lays out the keys in memory["keys"]."""
         code.call(self._lay_out, split.keys, split.places, split.tokens, memory["keys"])
 
     def scores(self, code: Function, at: Step, memory: dict[str, Memory]) -> None:
-        """Stores products of queries and keys as memory["weights"]."""
+        """Stores products of queries and keys in memory["weights"]."""
         size = self._shape.head_dim
         queries = memory["queries"].from_(at.row * size)
         keys = memory["keys"].from_(at.token * size)
@@ -49,7 +50,7 @@ class ColumnScores:
         code.call(self._score, queries, keys, at.tokens, scores)
 
     def _lay_out_code(self) -> Function:
-        """Past the last token that one: (keys, places, tokens, laid out)"""
+        """Repeats the last token at the end: (keys, places, tokens, laid out)"""
         shape, types = self._shape, [POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, "lay_out_keys", types, lanes=shape.lanes)
         keys, places, tokens, out = code.arguments
@@ -77,7 +78,7 @@ class ColumnScores:
         return code
 
     def _totals(self, queries: Memory, keys: Memory, lanes: tuple[int, ...]) -> list[Floats]:
-        """Each row's sums of these lanes."""
+        """Each row's sum over these lanes."""
         if len(lanes) == 1:
             return self._lane(queries, keys, *lanes)
         half = len(lanes) // 2
@@ -85,13 +86,13 @@ class ColumnScores:
         return [one + other for one, other in zip(*parts, strict=True)]
 
     def _lane(self, queries: Memory, keys: Memory, lane: int) -> list[Floats]:
-        """Each row's sum of every 16th product."""
+        """Each row's sum of every 16th product, from `lane` on."""
         shape = self._shape
         sums: list[Floats] = []
         for dim in range(lane, shape.head_dim, shape.lanes):
             key = keys.vector(dim * shape.lanes)
             of_rows = [queries.repeated(row * shape.head_dim + dim) for row in range(shape.rows)]
-            if not sums:  # but for the sign of 0 a product added to 0, with one instruction less
+            if not sums:  # one instruction less than adding to 0; only the sign of 0 differs
                 sums = [query * key for query in of_rows]
             else:
                 sums = [

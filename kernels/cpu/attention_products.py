@@ -1,9 +1,9 @@
 """Products of attention: scores of queries with keys, and weighted sums of values.
 
-VectorProducts computes both with vectors and reads keys and values where they are, but scores of
-many rows with keys laid out for them (attention_columns.py). TileProducts is for bfloat16 on tile
-registers (amx.py), where keys and values are the weights of a product: they are laid out so once
-per split. Both multiply int8 codes as they are (attention_tile.py).
+VectorProducts computes both with vectors and reads keys and values in place, except for many rows,
+whose keys are laid out first (attention_columns.py). TileProducts is for bfloat16 on tile registers
+(amx.py), where keys and values are the weights of a product: they are laid out as such once per
+split. Both multiply int8 codes as they are (attention_tile.py).
 
     scores     [rows, head_dim] x [head_dim, tokens], 64 tokens at a time
     values     [rows, tokens] x [tokens, value_dim], 32 tokens at a time
@@ -39,7 +39,7 @@ from baton.kernels.cpu.vectors import (
 )
 
 SUMS = 4
-"""Tile registers for sums."""
+"""Number of tile registers for sums."""
 
 
 class VectorProducts:
@@ -55,7 +55,7 @@ class VectorProducts:
             self._copy_values, self._add_copied = self._copying(), self._values(shape.rows, True)
 
     def lay_out(self, code: Function, memory: dict[str, Memory], split: ContextSplit) -> None:
-        """For many rows: keys, and values that are no float32."""
+        """For many rows: lays out keys, and copies values that are not float32."""
         if self._columns:
             with code.when(split.rows.compare(">=", MANY_ROWS)):
                 self._columns.lay_out(code, memory, split)
@@ -66,7 +66,7 @@ class VectorProducts:
     def scores(
         self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
     ) -> None:
-        """Stores products of queries and keys as memory["weights"]."""
+        """Stores products of queries and keys in memory["weights"]."""
         if not self._columns:
             self._scores_in_place(code, at, memory, split)
             return
@@ -78,7 +78,7 @@ class VectorProducts:
     def _scores_in_place(
         self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
     ) -> None:
-        """With keys in their pages."""
+        """Computes scores with keys read from their pages."""
         queries = memory["queries"].from_(at.row * self._shape.head_dim)
         scores = memory["weights"].from_(at.row * WEIGHTS_STRIDE + at.token)
         given = (queries, split.keys, split.places.from_(at.token), at.tokens, scores)
@@ -111,8 +111,8 @@ class VectorProducts:
                 code.call(function, *given)
 
     def _scores(self, rows: int) -> Function:
-        """Products of queries and keys; past the last token, up to a multiple of four, that
-        token's again: (queries, keys, places, tokens, scores)"""
+        """Products of queries and keys; the last token is repeated up to a multiple of four:
+        (queries, keys, places, tokens, scores)"""
         shape, types = self._shape, [POINTER, POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, f"scores_{rows}", types, lanes=shape.lanes)
         query, keys, places, tokens, scores = code.arguments
@@ -134,7 +134,7 @@ class VectorProducts:
     def _add_products(
         self, query: Memory, keys: list[Memory], dim: Count, rows: int, sums: list[Floats]
     ) -> None:
-        """The fewer of queries and keys stay in registers."""
+        """Keeps queries or keys in registers, whichever are fewer."""
         of_rows = [query.from_(dim + row * self._shape.head_dim) for row in range(rows)]
         if rows < QUAD:
             held = [row.vector() for row in of_rows]
@@ -164,8 +164,8 @@ class VectorProducts:
         return code
 
     def _values(self, rows: int, copied: bool = False) -> Function:
-        """Adds weighted values to parts; copies are one after another, and the rows beyond the last
-        have numbers of no use: (weights, values, places, tokens, parts)"""
+        """Adds weighted values to parts: (weights, values, places, tokens, parts). Copied values
+        are contiguous, and parts of rows beyond the last are then meaningless."""
         shape, types = self._shape, [POINTER, POINTER, POINTER, COUNT, POINTER]
         name = "copied_values" if copied else f"values_{rows}"
         code = Function(self._module, name, types, lanes=shape.lanes)
@@ -192,7 +192,8 @@ class VectorProducts:
     def _add_values(
         self, value: Memory, weights: Memory, rows: int, vectors: int, sums: list[Floats]
     ) -> None:
-        """One token's. The fewer of values and weights stay in registers."""
+        """Adds one token's weighted values. Keeps values or weights in registers, whichever are
+        fewer."""
         of_token = [value.from_(vector * self._shape.lanes) for vector in range(vectors)]
         of_rows = [weights.from_(row * WEIGHTS_STRIDE) for row in range(rows)]
         if rows < vectors:
@@ -212,7 +213,7 @@ class VectorProducts:
 
 
 class TileProducts:
-    """Functions for 16 rows; what is beyond the last has numbers of no use."""
+    """Functions for 16 rows. Results of rows beyond the last are meaningless."""
 
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
@@ -220,7 +221,7 @@ class TileProducts:
         self._score, self._add = self._score_code(), self._add_code()
 
     def lay_out(self, code: Function, memory: dict[str, Memory], split: ContextSplit) -> None:
-        """Keys and values as memory["keys"] and memory["values"]."""
+        """Lays out keys and values in memory["keys"] and memory["values"]."""
         given = (split.places, split.tokens)
         code.call(self._lay_out_keys, split.keys, *given, memory["keys"])
         code.call(self._lay_out_values, split.values, *given, memory["values"])
@@ -228,7 +229,7 @@ class TileProducts:
     def scores(
         self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
     ) -> None:
-        """Stores products of queries and keys as memory["weights"]."""
+        """Stores products of queries and keys in memory["weights"]."""
         size = self._shape.head_dim
         queries = memory["queries"].from_(at.row * size)
         keys = memory["keys"].of(BFLOAT16).from_(at.token * size)
@@ -245,8 +246,8 @@ class TileProducts:
         code.call(self._add, weights, values, at.tokens, parts)
 
     def _keys_code(self) -> Function:
-        """16 tokens at a time: of each 32 of their numbers, pairs of them: (keys, places, tokens,
-        laid out)"""
+        """Lays out 16 tokens at a time, by pairs of each 32 of their numbers: (keys, places,
+        tokens, laid out)"""
         shape, types = self._shape, [POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, "lay_out_keys", types, lanes=amx.LANES)
         keys, places, tokens, out = code.arguments
@@ -263,8 +264,8 @@ class TileProducts:
         return code
 
     def _values_code(self) -> Function:
-        """32 tokens at a time: of each 16 of their numbers, pairs of tokens; past the last token
-        that one: (values, places, tokens, laid out)"""
+        """Lays out 32 tokens at a time, as pairs of tokens for each 16 of their numbers; the last
+        token is repeated: (values, places, tokens, laid out)"""
         shape, types = self._shape, [POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, "lay_out_values", types, lanes=amx.LANES)
         values, places, tokens, out = code.arguments
@@ -319,7 +320,7 @@ def products_of(module: ir.Module, shape: Heads) -> VectorProducts | TileProduct
 
 
 def prefetch_keys(code: Function, shape: Heads, split: ContextSplit) -> None:
-    """Those of all tokens, which only a few rows read."""
+    """Prefetches the keys of all tokens, which only a few rows read."""
     with code.loop(0, split.tokens) as token:
         key = split.keys.from_(split.places.count(token))
         for start in range(0, shape.head_dim, LINE // size_of(shape.stored)):

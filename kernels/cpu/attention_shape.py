@@ -1,4 +1,4 @@
-"""What compiled attention is written for, and what it reads."""
+"""The shapes that attention is compiled for, and the values that its parts pass on."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from baton.kernels.cpu.ir_builder import COUNT, LINE, Count, Memory
 from baton.kernels.cpu.vectors import BFLOAT16, CODE, FLOAT, HALF_BYTE, QUAD, size_of
 
 SPLIT = 256
-"""Tokens whose weights share one greatest score; a multiple of any number of lanes."""
+"""Tokens whose weights share one highest score; a multiple of any number of lanes."""
 
 WEIGHTS_STRIDE = SPLIT + 16
 """Numbers from one row's weights to the next's: not a power of two, which would place all rows
-in few sets of the first cache."""
+in few sets of the L1 cache."""
 
 ROWS_ON_TILES = 32
-"""As many rows as leave their scores of a split in the first cache: from tile registers to vectors
-and back they go through memory."""
+"""Rows whose scores of a split fit into the L1 cache: scores go from tile registers to vectors and
+back through memory."""
 
 MANY_ROWS = 18
-"""From as many rows on, keys are laid out for them (attention_columns.py)."""
+"""From this many rows on, keys are laid out for them (attention_columns.py)."""
 
 ROWS_BY_COLUMNS = 48
-"""As many rows as leave their scores of a split in the first cache, or close to it."""
+"""Rows whose scores of a split fit into the L1 cache, or nearly so."""
 
 LONGEST_COLUMN = 128
-"""Sums over lanes are a small part of scores of longer heads, for which code would be long."""
+"""Longest head dimension with keys laid out: for longer ones sums over lanes matter little, and
+the code would be long."""
 
 
 @dataclass(frozen=True)
@@ -39,40 +40,40 @@ class Heads:
     kv_heads: int
     head_dim: int
     value_dim: int
-    value_offset: int  # numbers from a key to its value; 0: the key's first are its value
+    value_offset: int  # numbers from a key to its value; 0: the value is the key's first numbers
     page_size: int
     head_stride: int  # numbers from one head's key to the next's
-    element: ir.Type  # of queries and results
-    stored: ir.Type  # of keys and values; codes have their scales behind them
+    element: ir.Type  # type of queries and results
+    stored: ir.Type  # type of keys and values; codes have their scales behind them
     lanes: int
     registers: int
-    scale: float  # of scores
+    scale: float  # factor of scores
     cap: float | None
-    amx: bool = False  # products are of tile registers (amx.py)
+    amx: bool = False  # products use tile registers (amx.py)
 
     @property
     def scaled(self) -> bool:
-        """Whether products are of codes, without their scales."""
+        """True if products multiply codes without their scales."""
         return bool(self.stored == CODE)
 
     @property
     def unpacked(self) -> bool:
-        """Whether products are of copies, since codes of four bits are no operands."""
+        """True if products multiply decoded copies: codes of four bits cannot be operands."""
         return bool(self.stored == HALF_BYTE)
 
     @property
     def multiplied(self) -> Heads:
-        """With keys and values as products take them."""
+        """This shape with keys and values as products read them."""
         return replace(self, stored=self.operand, value_offset=0) if self.unpacked else self
 
     @property
     def operand(self) -> ir.Type:
-        """Of queries and weights, as products take them."""
+        """The type in which products read queries and weights."""
         return BFLOAT16 if self.amx else FLOAT
 
     @property
     def aligned(self) -> int:
-        """Tokens that sums take at once, from a multiple of it."""
+        """Tokens that sums take at once, starting at a multiple of it."""
         return amx.INPUTS if self.amx else self.lanes
 
     @property
@@ -82,33 +83,33 @@ class Heads:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile: of a tile register, or as many as fill the registers with their scores
-        with four tokens."""
+        """Rows of a tile: those of a tile register, or as many as fill the registers with their
+        scores for four tokens."""
         if self.amx:
             return amx.HALF
         return (self.registers - 4) // QUAD - (self.registers > 16)
 
     @property
     def columns(self) -> bool:
-        """Whether keys are laid out for many rows (attention_columns.py): with AVX-512 alone."""
+        """True if keys are laid out for many rows (attention_columns.py): only with AVX-512."""
         wide = self.lanes == 16 and self.registers > 16
         return wide and not self.amx and self.head_dim <= LONGEST_COLUMN
 
     @property
     def copies_values(self) -> bool:
-        """Whether values are copied for many rows, since each read would widen them again."""
+        """True if values are copied for many rows, since each read would widen them again."""
         return self.columns and self.stored in (BFLOAT16, CODE)
 
     @property
     def rows_at_once(self) -> int:
-        """Rows whose scores, weights and sums are made before those of the next."""
+        """Rows whose scores, weights and sums are computed before those of the next rows."""
         if self.columns:
             return ROWS_BY_COLUMNS
         return ROWS_ON_TILES if self.amx else 1 << 30
 
     @property
     def rows_weighed(self) -> int:
-        """Rows whose weights are made together."""
+        """Rows whose weights are computed together."""
         return 2 if self.columns else 1
 
     def vectors(self, rows: int) -> int:
@@ -123,24 +124,25 @@ class Heads:
 
     @property
     def part_numbers(self) -> int:
-        """A part: its weighted sum, then greatest score and sum of weights, each in all lanes."""
+        """Numbers of a part: its weighted sum, then its highest score and its sum of weights, each
+        in all lanes."""
         return self.value_dim + 2 * self.lanes
 
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """What rows of one key head read of one split."""
+    """One key head's tokens of one split, and how many rows read them."""
 
     keys: Memory  # of the head, in page 0
     values: Memory
-    places: Memory  # [tokens], offsets from there
+    places: Memory  # [tokens], offsets from `keys` and `values`
     tokens: Count
     rows: Count
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Where a sequence's tokens are."""
+    """The page table of a sequence."""
 
     table: Memory  # page ids
     stride: Count  # numbers from one page to the next
@@ -151,15 +153,15 @@ class PageTable:
 class Step:
     """Some tokens of a split, for a tile of rows."""
 
-    row: Count  # the first
+    row: Count  # first row
     rows: Count
-    token: Count  # the first
+    token: Count  # first token
     tokens: Count
 
 
 def prefetch_value(shape: Heads, key: Memory) -> None:
-    """The value of a key's token, for the weighted sum: rows are too far apart for the hardware's
-    prefetcher."""
+    """Prefetches the value of a key's token for the weighted sum: rows are too far apart for the
+    hardware's prefetcher."""
     line = LINE // size_of(shape.stored)
     for start in range(0, shape.value_dim if shape.value_offset else 0, line):
         key.prefetch(shape.value_offset + start)
@@ -168,6 +170,6 @@ def prefetch_value(shape: Heads, key: Memory) -> None:
 def clamped_places(
     numbers: Memory, places: Memory, first: Count, tokens: Count, count: int
 ) -> list[Memory]:
-    """The numbers of tokens from the first on; past the last token, its own."""
+    """The numbers of `count` tokens from `first` on; past the last token, those of the last."""
     places, last = places.of(COUNT), tokens - 1
     return [numbers.from_(places.count((first + each).at_most(last))) for each in range(count)]

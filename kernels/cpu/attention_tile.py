@@ -1,22 +1,21 @@
 """Compiled code for the part of attention that all queries share: some rows over one split.
 
-A row is one query head at one position. It sees the tokens of its context in splits at fixed
-positions, the multiples of SPLIT, and its parts are merged in their order. A split has three
-passes over its tokens:
+A row is one query head at one position. Its context is cut into splits at multiples of SPLIT, and
+the parts that these give are merged in order. A split takes three passes over its tokens:
 
-    1. each token's score with each row: a sum over the lanes of a vector, then of those lanes
-       (vectors.totals); or on tile registers, 32 numbers by 32
-    2. the greatest score, the weights exp(score - greatest), and their sum: over the vectors in
-       order, where a token's lane is its position modulo the lanes, then of the lanes
-    3. the sum of the weighted values, token by token; or on tile registers, 32 tokens by 32,
+    1. each token's score with each row: a sum in each lane of a vector, then over the lanes
+       (vectors.totals); or on tile registers, 32 numbers at a time
+    2. the highest score, the weights exp(score - highest), and their sum: over the vectors in
+       order, where a token's lane is its position modulo the lanes, then over the lanes
+    3. the sum of the weighted values, token by token; or on tile registers, 32 tokens at a time,
        from a position that is a multiple of 32
 
-Where keys and values are int8 codes, passes 1 and 3 multiply codes, and pass 2 what these lack:
-scores by the scales of keys, and weights, once they are summed, by those of values. Codes of four
-bits are first copied as the numbers that they stand for, a split at a time.
+If keys and values are int8 codes, passes 1 and 3 multiply codes, and pass 2 applies the scales:
+it multiplies scores by the scales of keys and, after summing the weights, weights by the scales of
+values. Codes of four bits are first copied as decoded numbers, one split at a time.
 
 None of these sums depends on how many rows are computed together, nor on which tokens of the
-split other rows see: what a row does not see has weight 0, which changes no sum. So the same
+split other rows see: tokens that a row does not see have weight 0, which changes no sum. So a
 position has the same result as a single query and within a prompt's chunk of any size, in
 pages of any size, on any number of threads.
 """
@@ -61,9 +60,12 @@ class Tiles:
         split: ContextSplit,
         step: int,
     ) -> None:
-        """The parts of all rows. The memory has their queries [rows, head_dim], bounds [rows, 2],
-        the first token that a row sees and the one after its last, weights and parts. `step`
-        tokens at a time are read for all rows; sums go on in order."""
+        """Computes the parts of all rows.
+
+        The memory has queries [rows, head_dim], bounds [rows, 2] (the first token that a row sees
+        and the one after its last), weights and parts. All rows read `step` tokens before the next
+        ones; sums stay in order.
+        """
         if self._unpack:
             split = self._unpacked(code, memory, split, self._unpack)
         self._products.lay_out(code, memory, split)
@@ -84,7 +86,7 @@ class Tiles:
         split: ContextSplit,
         step: int,
     ) -> None:
-        """Of some of the rows."""
+        """Computes the parts of some of the rows."""
         with self._steps(code, some, rows, memory, split, step) as at:
             self._products.scores(code, at, memory, split)
         self._make_weights(code, some, rows, memory)
@@ -94,7 +96,7 @@ class Tiles:
     def _make_weights(
         self, code: Function, some: tuple[Count, Count], rows: Count, memory: dict[str, Memory]
     ) -> None:
-        """Of some of the rows, several at a time and the last one by one."""
+        """Computes the weights of some of the rows, several at a time, then one at a time."""
         (first, last), several = some, self._shape.rows_weighed
         whole = first + (last - first) // several * several
         for start, stop, count in ((first, whole, several), (whole, last, 1)):
@@ -109,7 +111,7 @@ class Tiles:
     def _unpacked(
         self, code: Function, memory: dict[str, Memory], split: ContextSplit, unpack: Function
     ) -> ContextSplit:
-        """The split with copies of its keys and values."""
+        """The split with decoded copies of its keys and values."""
         kind, copies = self._shape.operand, []
         for name, heads in (("copied keys", split.keys), ("copied values", split.values)):
             copies.append(memory[name].of(kind))
@@ -120,7 +122,7 @@ class Tiles:
         return ContextSplit(copies[0], copies[1], places, split.tokens, split.rows)
 
     def _unpacking(self) -> Function:
-        """Copies a split's keys or values: (keys or values, places, tokens, copies)"""
+        """Decodes a split's keys or values: (keys or values, places, tokens, copies)"""
         shape, types = self._shape, [POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, "unpack", types, lanes=shape.lanes)
         heads, places, tokens, copies = code.arguments
@@ -141,7 +143,7 @@ class Tiles:
         split: ContextSplit,
         step: int,
     ) -> Iterator[Step]:
-        """Each tile of rows, within each step of tokens."""
+        """Loops over steps of tokens and, in each, over tiles of rows."""
         size = self._shape.rows
         with (
             code.loop(0, split.tokens, step=step) as token,
@@ -152,13 +154,14 @@ class Tiles:
                 yield Step(row, (rows - row).at_most(size), token, seen.at_most(step))
 
     def _tokens_of_tile(self, bounds: Memory, rows: Count, row: Count) -> Count:
-        """How many tokens the rows of a row's tile read: the last one sees the most."""
+        """How many tokens the rows of a row's tile read: as many as its last row sees."""
         size = self._shape.rows
         last = ((row // size + 1) * size).at_most(rows)
         return bounds.count(last * 2 - 1)
 
     def _scales(self) -> Function:
-        """Copies those of a split's keys or values: (keys or values, places, tokens, scales)"""
+        """Copies the scales of a split's keys or values: (keys or values, places, tokens,
+        scales)"""
         types = [POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, "scales", types, lanes=1)
         heads, places, tokens, scales = code.arguments
@@ -171,15 +174,15 @@ class Tiles:
 
 
 class Merging:
-    """The functions of one module that merge a row's parts, one after another, and end with its
-    result. What is merged so far has the form of a part."""
+    """The functions of one module that merge a row's parts in order and compute its result. The
+    merged parts are kept in the form of a part."""
 
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
         self.begin, self.add, self.finish = self._begin(), self._add(), self._finish()
 
     def _begin(self) -> Function:
-        """With a sink, which is one more score, of a token without a value: (merged, sink)"""
+        """Starts with the sink, an additional score of a token without a value: (merged, sink)"""
         shape = self._shape
         code = Function(self._module, "begin", [POINTER, POINTER], lanes=shape.lanes)
         merged, sink = code.arguments
@@ -226,8 +229,8 @@ def find_tokens(
     first: Count,
     split: ContextSplit,
 ) -> None:
-    """Stores the places of the split's tokens, which are at positions from `begin`; before
-    `first`, that token's."""
+    """Stores the places of the split's tokens, which are at positions from `begin` on. Tokens
+    before `first` get its place."""
     with code.loop(0, split.tokens) as index:
         token = (begin + index).at_least(first) - pages.start
         page, offset = pages.table.count(token // shape.page_size), token % shape.page_size

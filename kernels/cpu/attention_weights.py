@@ -1,4 +1,4 @@
-"""Compiled code for the second pass of attention_tile.py: scores become weights."""
+"""Compiled code for the second pass of attention_tile.py, which turns scores into weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LEAST = -3e38
 
 def weights_code(module: ir.Module, shape: Heads, rows: int) -> Function:
     """Turns the scores of rows into weights, 0 for tokens that a row does not see, and begins each
-    row's part with the greatest score and the sum of the weights. The operations of several rows
-    need not wait for each other: (scores, tokens, bounds, parts, scales)"""
+    row's part with the highest score and the sum of the weights: (scores, tokens, bounds, parts,
+    scales). Operations of different rows are independent, so several rows run in parallel."""
     types = [POINTER, COUNT, POINTER, POINTER, POINTER]
     code = Function(module, f"weights_{rows}", types, lanes=shape.lanes)
     scores, tokens, bounds, parts, scales = code.arguments
@@ -51,14 +51,14 @@ def weights_code(module: ir.Module, shape: Heads, rows: int) -> Function:
 
 
 def _scale(shape: Heads) -> float:
-    """Of scores as they are in memory."""
+    """The factor of scores in memory; capped scores already include it."""
     return shape.scale if shape.cap is None else 1.0
 
 
 def _finish_scores(
     code: Function, shape: Heads, scores: Memory, vectors: Count, scales: Memory
 ) -> None:
-    """With the scales of codes, and capped."""
+    """Applies the scales of keys and the cap, if there are any."""
     if shape.scaled:
         with code.loop(0, vectors, step=shape.lanes) as token:
             scores.put(scores.vector(token) * scales.vector(token), token)
@@ -69,8 +69,8 @@ def _finish_scores(
 
 
 def _greatest(code: Function, shape: Heads, of_rows: list[Memory], vectors: Count) -> list[Floats]:
-    """Of each row, in all lanes."""
-    # Those of several vectors at once need not wait for each other.
+    """Each row's highest score, in all lanes."""
+    # Several independent maxima at once: they need not wait for each other.
     starts = range(0, shape.aligned, shape.lanes)
     least = [code.zero() + LEAST] * (len(of_rows) * len(starts))
     with code.sum_loop(0, vectors, least, step=shape.aligned) as (token, greatest):
@@ -91,8 +91,8 @@ def _weigh(
     highest: list[Floats],
     scales: Memory,
 ) -> list[Floats]:
-    """Replaces scores by weights; each row's sum of them, by lanes."""
-    # Weights of tile registers are rounded to bfloat16: a short polynomial will do.
+    """Replaces scores by weights. Returns each row's sum of weights, by lanes."""
+    # Tile registers read weights in bfloat16: a short polynomial is exact enough.
     power, unit = (power_of_2, LOG2_E) if shape.amx else (exp_of_negative, 1.0)
     zero, scale = code.zero(), _scale(shape)
     below = [zero - (each * scale * unit).where(each.above(LEAST / 2), zero) for each in highest]
@@ -101,12 +101,12 @@ def _weigh(
             score = scores.vector(token)
             weight = power(below[row].plus_product(score, scale * unit))
             seen = score.above(LEAST / 2)
-            if not shape.amx:  # where 2 to so small a power is 0
+            if not shape.amx:  # with AMX, power_of_2 of such a score is 0 already
                 weight = weight.where(seen, zero)
             share = weight
             if shape.scaled:
                 share = (weight * scales.vector(token + SPLIT)).where(seen, zero)
-            # What is narrower than a score is not written past the scores that were read.
+            # Weights narrower than scores only overwrite scores that were read already.
             scores.of(shape.operand).put(share, token)
             sums[row] = sums[row] + weight
     return sums

@@ -1,7 +1,7 @@
-"""Machine code in the user's cache folder, so that a process need not compile what another has.
+"""Machine code in the user's cache folder, shared by all processes.
 
 Any number of processes may load and store at once. A file that is damaged, or that others could
-have written, counts as absent. Where nothing can be stored, every process compiles for itself.
+have written, is ignored. If nothing can be stored, every process compiles for itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from baton.core.model_store import cache_folder
 log = logging.getLogger(__name__)
 
 KEPT_FILES = 1000
-"""Of 1 to 35 KB; a model needs three."""
+"""Most files kept: they have 1 to 35 KB, and a model needs three."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def load(key: str) -> bytes | None:
-    """The code stored under `key`, if it is this user's and whole."""
+    """The code stored under `key`; None unless it is this user's and intact."""
     try:
         with (_folder() / key).open("rb") as file:
             status = os.fstat(file.fileno())
@@ -51,7 +51,7 @@ def store(key: str, code: bytes) -> None:
 
 
 def _evict(folder: Path) -> None:
-    """Removes the files that were not loaded for longest, unless another process just does."""
+    """Removes the least recently loaded files. Stops if another process removes them too."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for file in sorted(entries, key=lambda entry: entry.stat().st_mtime)[:-KEPT_FILES]:
             os.unlink(file)

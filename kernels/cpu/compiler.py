@@ -1,6 +1,6 @@
 """Compiles the code of `kernels.cpu.ir_builder` and runs it on torch's own threads.
 
-The threads are those of torch's OpenMP runtime: a second pool would spin against the first.
+The threads are those of torch's OpenMP runtime: a second pool would compete with it for cores.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEON, AVX2, AVX512 = Registers(4, 32), Registers(8, 16), Registers(16, 32)
 
 @functools.cache
 def registers() -> Registers:
-    """Those that code is compiled for."""
+    """The vector registers that code is compiled for."""
     if _is_arm():
         return NEON
     return AVX512 if _features().get("avx512f") else AVX2
@@ -50,18 +50,19 @@ def registers() -> Registers:
 
 @functools.cache
 def lanes_for(head_dim: int, registers: Registers) -> int:
-    """Lanes of vectors that divide a head evenly; 0: none do."""
+    """Lanes of vectors that divide a head evenly; 0 if none do."""
     lanes = [lanes for lanes in (16, 8, 4) if head_dim % lanes == 0]
     return max((each for each in lanes if each <= registers.lanes), default=0)
 
 
-# Loops are final as written.
+# Loops are written as they should run.
 PASSES = {"loop_unrolling": False, "loop_vectorization": False, "slp_vectorization": False}
 LEVEL = 3
 
 
 class Library:
-    """Machine code of the module that `write` makes of `parameters`, and of nothing else."""
+    """Machine code of the module that `write(*parameters)` returns. `write` must depend on nothing
+    else."""
 
     def __init__(self, write: Callable[..., ir.Module], *parameters: object) -> None:
         from llvmlite import binding
@@ -77,14 +78,14 @@ class Library:
 
 
 _libraries: list[Library] = []
-"""Never freed, since addresses are handed out: also the loser of two threads that compile the
-same at once."""
+"""Keeps every library alive, since callers hold addresses. Two threads may compile the same one."""
 
 
 def _machine_code(write: Callable[..., ir.Module], parameters: tuple[object, ...]) -> bytes:
     """An object file for this CPU, compiled now or by an earlier process.
 
-    It is found by what the module is made of: writing one takes longer than loading its code.
+    The cache key is made of the module's inputs: writing a module takes longer than loading its
+    code.
     """
     made_of = (_host(), source_digest(), write.__module__, write.__qualname__, parameters)
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()
@@ -97,8 +98,8 @@ def _machine_code(write: Callable[..., ir.Module], parameters: tuple[object, ...
 
 @functools.cache
 def source_digest() -> str:
-    """Of this package, which writes and compiles all modules, and of what it imports from the one
-    around it: the layouts of codes."""
+    """A digest of this package, which writes all modules, and of the parent package, from which it
+    imports the layouts of codes."""
     here = Path(__file__).parent
     files = sorted((*here.glob("*.py"), *here.parent.glob("*.py")))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -125,12 +126,12 @@ def _target() -> TargetMachine:
 
 
 def _host() -> tuple[str, str, str, str]:
-    """What machine code depends on beside its assembly: the compiler's version, and this CPU."""
+    """The compiler's version and this CPU, on which machine code depends beside its assembly."""
     import llvmlite
     from llvmlite import binding
 
     cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-    if has_dot():  # which LLVM takes from a CPU's name alone
+    if has_dot():  # LLVM derives it from the CPU's name only
         features += ",+dotprod"
     return llvmlite.__version__, binding.get_default_triple(), cpu, features
 
@@ -151,7 +152,7 @@ def _function(address: int) -> Callable[..., None]:
 
 
 class _Scratch(threading.local):
-    """A thread's buffer, for the duration of a call, and what its calls are added to."""
+    """A thread's buffer, used during a call, and the recording that its calls are added to."""
 
     buffer = torch.empty(0)
     numbers = 0
@@ -162,7 +163,7 @@ _scratch = _Scratch()
 
 
 def start_recording(recording: CallRecording) -> Tensor:
-    """From now on this thread's calls are added to it. Returns the buffer that they may use."""
+    """Adds this thread's calls to `recording` from now on. Returns the buffer that they use."""
     _scratch.recording = recording
     return _scratch.buffer
 
@@ -172,9 +173,9 @@ def end_recording() -> None:
 
 
 def scratch(*sizes: int) -> list[int]:
-    """Addresses of buffers of these many float32, valid until this thread's next call.
+    """Addresses of buffers for `sizes` float32 each, valid until this thread's next call.
 
-    The buffer is reused: an allocation by torch takes longer than a small product.
+    The memory is reused: an allocation by torch takes longer than a small product.
     """
     starts = list(itertools.accumulate(sizes, initial=0))
     if starts[-1] > _scratch.numbers:
@@ -184,7 +185,7 @@ def scratch(*sizes: int) -> list[int]:
 
 
 def suits(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether compiled code computes in this type on this device."""
+    """True if compiled code supports this type and device."""
     if device.type != "cpu" or not available():
         return False
     return dtype in (torch.float32, torch.bfloat16)
@@ -192,7 +193,7 @@ def suits(dtype: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def available() -> bool:
-    """Whether this process can compile; logs why not."""
+    """True if this process can compile; otherwise logs why not."""
     reason = _obstacle()
     if reason:
         log.info("torch's own kernels are used, whose last bits depend on the batch: %s", reason)
@@ -200,7 +201,7 @@ def available() -> bool:
 
 
 def describe() -> str:
-    """Which kernels this process has, or why none of ours."""
+    """Says which kernels this process uses, or why it uses torch's."""
     if reason := _obstacle():
         return f"torch's own kernels, since {reason}"
     if _is_arm():
@@ -234,26 +235,26 @@ def _is_arm() -> bool:
 
 @functools.cache
 def has_dot() -> bool:
-    """Whether this CPU adds up four products of int8 in one lane (Arm's SDOT)."""
+    """True if this CPU adds up four products of int8 per lane (Arm's SDOT)."""
     known = Path("/proc/cpuinfo")
     return _is_arm() and known.exists() and "asimddp" in known.read_text().split()
 
 
 @functools.cache
 def has_byte_dot() -> bool:
-    """Whether this CPU does that with unsigned bytes and signed ones (AVX-512's VPDPBUSD)."""
+    """True if this CPU does so with unsigned and signed bytes (AVX-512's VPDPBUSD)."""
     return not _is_arm() and registers() == AVX512 and bool(_features().get("avx512vnni"))
 
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether this process may use tile registers for bfloat16."""
+    """True if this process may use tile registers for bfloat16."""
     return _has_tiles("amx-bf16")
 
 
 @functools.cache
 def has_integer_amx() -> bool:
-    """Whether it may for bytes."""
+    """True if this process may use tile registers for bytes."""
     return has_byte_dot() and _has_tiles("amx-int8")
 
 
@@ -266,13 +267,13 @@ def _has_tiles(kind: str) -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU is faster in bfloat16 than in float32."""
+    """True if this CPU is faster in bfloat16 than in float32."""
     return available() and (has_amx() or rounds_to_bfloat16())
 
 
 @functools.cache
 def rounds_to_bfloat16() -> bool:
-    """Whether this CPU has an instruction for it; without one, LLVM calls a library."""
+    """True if this CPU has an instruction for it; otherwise LLVM would call a library."""
     return not _is_arm() and bool(_features().get("avx512bf16"))
 
 
@@ -295,13 +296,13 @@ def _parallel() -> Callable[..., None]:
 
 @functools.cache
 def openmp_function(name: str) -> int | None:
-    """Its address."""
+    """The address of a function of torch's OpenMP runtime."""
     return ctypes.cast(getattr(_openmp(), name), ctypes.c_void_p).value
 
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """The runtime that torch has loaded: its own, or the only one."""
+    """The OpenMP runtime that torch has loaded: its own copy, or the only one in the process."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     found = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}

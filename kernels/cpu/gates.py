@@ -1,4 +1,4 @@
-"""Compiled code that multiplies by an activation's gate."""
+"""Compiled code of gated activations."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ GATES: dict[Activation, Callable[[Floats, Floats], tuple[Floats, Floats, Floats]
     "gelu_tanh": lambda gate, up: (gate, _gelu_exponent(gate), up),
     "clamped_swiglu": _clamped_swiglu,
 }
-"""The x, e and y of each activation x / (1 + exp(-e)) * y of gate and up."""
+"""Each activation's x, e and y, made of gate and up: it is x / (1 + exp(-e)) * y."""
 
 
 def gate_code(
     module: ir.Module, name: Activation, panel: int, lanes: int, element: ir.Type
 ) -> Function:
-    """gated = activation(gate) * up of one panel [rows, panel]: (gate, up, gated, rows, from one of
-    its rows to the next)"""
+    """gated = activation(gate) * up for one panel [rows, panel]: (gate, up, gated, rows, stride of
+    gated's rows)"""
     types = [POINTER, POINTER, POINTER, COUNT, COUNT]
     code = Function(module, f"gate_{name}", types, lanes=lanes)
     gate, up, gated, rows, stride = code.arguments

@@ -22,7 +22,7 @@ from baton.kernels.head_sizes import GROUP, PAIR_BYTES, groups_of
 def put_half_bytes(
     code: Function, source: Memory, target: Memory, heads: Count, head_dim: Count
 ) -> None:
-    """Each head's numbers as codes, with their scales and middles behind them."""
+    """Stores each head's numbers as codes, with their scales and middles behind them."""
     half, groups = head_dim // 2, (head_dim + GROUP - 1) // GROUP
     with code.loop(0, heads) as head:
         numbers = source.from_(head * head_dim)
@@ -37,7 +37,7 @@ def put_half_bytes(
 
 
 def _put_pair(code: Function, numbers: Memory, rest: Count, pairs: Memory, group: Count) -> None:
-    """The scale and middle of a group, which has `rest` numbers or GROUP."""
+    """Stores the scale and middle of a group of min(rest, GROUP) numbers."""
     least = code.zero() - 3e38
     with code.sum_loop(0, rest.at_most(GROUP), [least, least], step=code.lanes) as (at, peaks):
         some = numbers.vector(at)
@@ -51,7 +51,7 @@ def _put_pair(code: Function, numbers: Memory, rest: Count, pairs: Memory, group
 
 
 def _code(numbers: Memory, pairs: Memory, at: Count) -> Floats:
-    """Codes of a vector of numbers, which are of one group."""
+    """The codes of a vector of numbers, all of one group."""
     group = at // GROUP
     scale, middle = (pairs.repeated(group * 2 + place) for place in (0, 1))
     inverse = constant(scale.builder, 1.0, scale.lanes) / scale
@@ -65,7 +65,7 @@ def _put_bytes(codes: Memory, both: Floats, at: Count) -> None:
 
 
 def take_numbers(code: Function, head: Memory, head_dim: int, target: Memory) -> None:
-    """What a head's codes stand for."""
+    """Decodes a head's codes into `target`."""
     half, head = head_dim // 2, head.of(CODE)
     pairs = head.from_(half).of(BFLOAT16)
     groups = [

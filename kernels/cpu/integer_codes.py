@@ -1,4 +1,4 @@
-"""What the codes of all CPUs have in common (integer_product.py, integer_rows.py)."""
+"""What integer_product.py and integer_rows.py share: the layout of codes, on all CPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.kernels.integers import GROUPS, LEAST_PEAK, Bits
 INPUTS_OF_LANE = 4
 
 PART = 32
-"""Inputs of a part: groups and weights are of whole parts."""
+"""Inputs of a part: groups and weights consist of whole parts."""
 
 LANES_OF_PART = PART // INPUTS_OF_LANE
 
@@ -22,7 +22,7 @@ _Size = TypeVar("_Size", int, Count)
 
 
 def code_lanes(inputs: _Size, bits: Bits) -> _Size:
-    """Lanes of an output's codes."""
+    """Lanes that an output's codes take."""
     return inputs // (INPUTS_OF_LANE * 8 // bits)
 
 
@@ -31,13 +31,13 @@ def group_count(inputs: _Size, bits: Bits) -> _Size:
 
 
 def parts_of_group(inputs: Count, group: Count, bits: Bits) -> Count | int:
-    """Parts of that group; the last may have fewer."""
+    """The number of parts in a group; the last group may have fewer."""
     size = GROUPS[bits]
     return 1 if size == PART else (inputs - group * size).at_most(size) // PART
 
 
 def codes_of_half(builder: ir.IRBuilder, loaded: ir.Value, half: int, bits: Bits) -> ir.Value:
-    """The codes in bytes, or in one half of bytes and then 16 times as great."""
+    """The codes in bytes; codes of four bits come from one half of each byte, times 16."""
     if bits == 8:
         return loaded
     if half:
@@ -52,7 +52,8 @@ def load(memory: Memory, index: int, kind: ir.Type) -> ir.Value:
 def factor_and_scale(
     code: Function, numbers: Callable[[Count], Floats], count: Count, most: float
 ) -> tuple[Floats, Floats]:
-    """What turns `count` numbers into codes of at most `most`, and these into the numbers."""
+    """The factor that turns `count` numbers into codes up to `most`, and the scale that turns codes
+    back into numbers."""
     with code.sum_loop(0, count, [code.zero()], step=code.lanes) as (at, peaks):
         peaks[0] = peaks[0].or_greater(numbers(at).magnitude())
     peak, greatest = peaks[0].greatest().at_least(LEAST_PEAK), code.zero() + most

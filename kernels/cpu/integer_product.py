@@ -1,19 +1,20 @@
-"""Products of codes (kernels/integers.py) for product.py. A panel has its weights and then its
-outputs' scales, group by group, and their offsets; a block has its rows' codes, then their scales
-and the sums of codes, group by group. A group is summed part by part (integer_codes.py).
-What one instruction adds to a sum decides how codes lie:
+"""Products of codes (kernels/integers.py) for product.py.
 
-    Arm's SDOT           four products of bytes: four inputs of an output together; of a row's codes
-                         the upper bytes of four inputs, then the lower. The sum of a group is 256
-                         times that of the upper bytes and that of the lower ones
-    x86_64's VPDPBUSD    the same, of signed bytes of a row and unsigned ones of weights, which are
-                         codes and 128, or in int4 and 8; also on tile registers (integer_rows.py)
-    x86_64's VPMADDWD,   two products of 16 bits: two inputs of an output together, widened on their
-    and other CPUs       way to a register; of a row's codes two inputs after two
+A panel has its weights, then its outputs' scales, group by group, then their offsets. A block has
+its rows' codes, then their scales, then the sums of codes, group by group. A group is summed part
+by part (integer_codes.py). The layout of codes follows from what one instruction adds to a sum:
 
-Two codes of int4 share a byte: of some inputs that lie together the lower half, of the next the
-upper. Either half is taken to the top of its byte, so it counts 16 times; scales are 16 times as
-small, which rounds nothing.
+    Arm's SDOT           four products of bytes. Four inputs of an output are adjacent; a row has
+                         the upper bytes of four inputs, then the lower ones. A group's sum is 256
+                         times the sum of the upper bytes plus the sum of the lower ones
+    x86_64's VPDPBUSD    the same with signed bytes of a row and unsigned bytes of weights: code +
+                         128, or code + 8 for int4; also on tile registers (integer_rows.py)
+    x86_64's VPMADDWD,   two products of 16 bits. Two inputs of an output are adjacent and are
+    and other CPUs       widened when loaded; a row has two inputs after two
+
+Two codes of int4 share a byte: the lower half is of some adjacent inputs, the upper half of the
+next ones. Either half is moved to the top of its byte, which multiplies it by 16; scales are
+divided by 16, which is exact.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from baton.kernels.cpu.vectors import (
 from baton.kernels.integers import GROUPS, MOST_OF_ROW, Bits, IntegerWeight
 
 BYTES = 2
-"""Of a row's code."""
+"""Bytes of a row's code."""
 
 _SHORT = ir.IntType(16)
 _LANES = ir.VectorType(LANE, QUAD)
@@ -61,7 +62,7 @@ _Size = TypeVar("_Size", int, Count)
 
 
 def tile_sizes() -> tuple[int, int]:
-    """Lanes of a vector and rows of a block, so that all sums stay in this CPU's registers."""
+    """Lanes of a vector and rows of a block: as many as keep all sums in this CPU's registers."""
     if compiler.has_dot():
         return QUAD, 2
     if compiler.has_byte_dot():
@@ -71,25 +72,25 @@ def tile_sizes() -> tuple[int, int]:
 
 
 def panel_depth(inputs: _Size, bits: Bits) -> _Size:
-    """Lanes of each output, scales and offsets included."""
+    """Lanes per output, scales and offsets included."""
     return code_lanes(inputs, bits) + group_count(inputs, bits) * 2
 
 
 def block_depth(inputs: _Size, bits: Bits) -> _Size:
-    """Lanes of each row, its scale and sums included."""
+    """Lanes per row, its scale and sums included."""
     if compiler.has_byte_dot():
         return integer_rows.block_depth(inputs, bits)
     return inputs // INPUTS_OF_LANE * BYTES + 1 + group_count(inputs, bits)
 
 
 def suits(weight: IntegerWeight) -> bool:
-    """Whether there is compiled code for such a weight."""
+    """True if there is compiled code for this weight's shape."""
     outputs, inputs = weight.codes.shape
     return bool(outputs and inputs) and inputs % PART == 0
 
 
 def packed(weight: IntegerWeight, panel: int) -> Tensor:
-    """[panels, depth, panel], of 32 bits; the last panel holds the last outputs."""
+    """The weight's panels [panels, depth, panel], int32; the last panel has the last outputs."""
     quads = compiler.has_dot() or compiler.has_byte_dot()
     together = torch.int32 if quads else torch.int16
     codes, scales = weight.codes, weight.scales
@@ -121,7 +122,8 @@ def _in_panels(numbers: Tensor, panel: int) -> Tensor:
 def part_code(
     module: ir.Module, rows: int, vectors: int, element: ir.Type, result: ir.Type, bits: Bits
 ) -> Function:
-    """The first rows of a tile: (block, inputs, panel, addend, its stride, out, its stride)"""
+    """Multiplies the first `rows` of a tile: (block, inputs, panel, addend, its stride, out, its
+    stride)"""
     size, rows_of_block = tile_sizes()
     types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"tile_{result}_{rows}", types, lanes=size)
@@ -162,7 +164,7 @@ def _sums_of_bytes(
     vectors: int,
     bits: Bits,
 ) -> list[Floats]:
-    """Of the group that begins there, for each row and vector."""
+    """The sums of one group, for each row and vector, with dot products of bytes."""
     builder = code.builder
     zeros = [Integers(builder, ir.Constant(_LANES, None))] * (rows * BYTES * vectors)
     with code.sum_loop(0, parts, zeros) as (part, sums):
@@ -204,11 +206,11 @@ def _sums_of_pairs(
     vectors: int,
     bits: Bits,
 ) -> list[Floats]:
-    """As _sums_of_bytes."""
+    """The same as _sums_of_bytes, with products of 16 bits."""
     builder, (size, rows_of_block) = code.builder, tile_sizes()
     codes, pairs = (ir.VectorType(each, 2 * size) for each in (CODE, _SHORT))
     zero = Integers(builder, ir.Constant(ir.VectorType(LANE, size), None))
-    # A loop: unrolled, all weights of a group are widened before the first product.
+    # Not unrolled: the compiler would widen all weights of a group before the first product.
     with code.sum_loop(0, parts * LANES_OF_PART, [zero] * (rows * vectors)) as (lane, sums):
         x = block.from_(lane * (rows_of_block * BYTES))
         weights = panel.from_(lane * (vectors * size * bits // 8))
@@ -229,7 +231,7 @@ def _sums_of_pairs(
 def block_code(
     module: ir.Module, element: ir.Type, bits: Bits, *, single: bool, normed: bool
 ) -> Function:
-    """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
+    """Encodes one block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
     name = f"codes{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments
@@ -257,8 +259,8 @@ def block_code(
 
 
 def _codes(numbers: Floats) -> ir.Value:
-    """Rounded, of two to the even one: four codes, or their upper bytes and then their lower. A
-    lower byte is signed, so the upper one is that of the number and 128."""
+    """Rounds to nearest even and returns four codes, or their upper bytes, then their lower ones. A
+    lower byte is signed, so the upper byte is that of the code + 128."""
     builder = numbers.builder
     whole = whole_numbers(numbers)
     if not compiler.has_dot():

@@ -1,14 +1,14 @@
 """Products of codes on x86_64 with AVX-512's dot products of bytes (VPDPBUSD), and on tile
 registers (AMX).
 
-Four inputs of an output lie together, as on Arm; of each 64 inputs of a row, in int4 32, the upper
-bytes, then the lower. A block has row after row: codes, what the sums of groups begin with, the
-sums of codes, the scale. Instructions take weights as unsigned bytes, which are 128 too great; a
-group's sum begins with -128 times the sum of the row's codes. Both kinds of code add up the same
-integers, so they give the same bits:
+Four inputs of an output are adjacent, as on Arm. For each 64 inputs (32 in int4) a row has their
+upper bytes, then their lower ones. A block has row after row: codes, the initial values of group
+sums, the sums of codes, the scale. Instructions read weights as unsigned bytes, which are code +
+128; so a group's sum starts at -128 times the sum of the row's codes. Vectors and tiles add up the
+same integers, so they give the same bits:
 
     vectors   up to FEW_ROWS rows
-    tiles     up to 16 rows, of int8 alone, where inputs are whole 64s: one instruction multiplies
+    tiles     up to 16 rows of int8, if the inputs are a multiple of 64: one instruction multiplies
               16 rows and 16 outputs over 64 inputs. A group's sums of upper and of lower bytes go
               through memory to vectors, where they are joined and scaled
 """
@@ -53,16 +53,16 @@ FEW_ROWS = 4
 """Rows that vectors multiply at once, so that all sums stay in registers."""
 
 LANES_TOGETHER: dict[Bits, int] = {4: LANES_OF_PART, 8: 2 * LANES_OF_PART}
-"""Of a row's upper bytes, before the lower."""
+"""Lanes of a row's upper bytes that precede the lower ones."""
 
 _SUMS = (0, 1)
 _X, _WEIGHTS = (2, 3), 4
-"""Registers of sums, of upper and of lower bytes; of rows, the same; and of weights."""
+"""Tile registers: sums of upper and of lower bytes, upper and lower bytes of rows, and weights."""
 
 INPUTS_OF_TILE = 64
 
 SUMS_SIZE = 2 * ROWS * LANES
-"""Numbers of a group's sums, of upper bytes and of lower ones."""
+"""How many sums a group has, counting those of upper and of lower bytes."""
 
 _INTEGERS = ir.VectorType(LANE, LANES)
 _BYTES = ir.VectorType(CODE, LANES * INPUTS_OF_LANE)
@@ -71,12 +71,12 @@ _Size = TypeVar("_Size", int, Count)
 
 
 def on_tiles(bits: Bits | None) -> bool:
-    """Whether products of such codes are of tile registers."""
+    """True if products of codes of `bits` use tile registers."""
     return bits == 8 and compiler.has_integer_amx()
 
 
 def block_depth(inputs: _Size, bits: Bits) -> _Size:
-    """Lanes of a row, from a cache line to a cache line."""
+    """Lanes per row, rounded up to whole cache lines."""
     return (_scale_place(inputs, bits) + LANES) // LANES * LANES
 
 
@@ -85,18 +85,18 @@ def _scale_place(inputs: _Size, bits: Bits) -> _Size:
 
 
 def _sums_place(inputs: _Size, bits: Bits) -> _Size:
-    """Behind a row's codes."""
+    """The lane behind a row's codes, where its sums begin."""
     together = LANES_TOGETHER[bits]
     return (inputs // INPUTS_OF_LANE + (together - 1)) // together * (2 * together)
 
 
 def _code_place(lane: Count, bits: Bits) -> Count:
-    """Of the upper bytes of a row's inputs."""
+    """The lane of the upper bytes of a row's inputs."""
     return lane + lane // LANES_TOGETHER[bits] * LANES_TOGETHER[bits]
 
 
 def block_code(module: ir.Module, element: ir.Type, bits: Bits, *, normed: bool) -> Function:
-    """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
+    """Encodes one block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER]
     code = Function(module, f"codes{'_normed' * normed}", types, lanes=LANES)
     x, left, inputs, norm, epsilon, block = code.arguments
@@ -130,13 +130,13 @@ def _put_sums_of_codes(
 
 
 def _put_one(target: Memory, numbers: Floats, index: Count) -> None:
-    """The first lane."""
+    """Stores the first lane."""
     target.in_lanes(1).put(numbers.arranged(numbers, [0]), index)
 
 
 def _put_codes(target: Memory, shifted: Floats, bits: Bits) -> None:
-    """Codes are the last bits of numbers plus ROUNDING. A lower byte is signed, so the upper one is
-    that of the code and 128."""
+    """Stores codes, which are the last bits of numbers plus ROUNDING. A lower byte is signed, so
+    the upper byte is that of the code + 128."""
     builder = shifted.builder
     whole = builder.bitcast(shifted.value, _INTEGERS)
     upper = builder.lshr(builder.add(whole, lane_numbers([128] * LANES)), lane_numbers([8] * LANES))
@@ -148,7 +148,8 @@ def _put_codes(target: Memory, shifted: Floats, bits: Bits) -> None:
 def panel_code(
     module: ir.Module, vectors: int, element: ir.Type, result: ir.Type, bits: Bits
 ) -> Function:
-    """Some rows of one panel: (blocks, rows, inputs, panel, addend, its stride, out, its stride)"""
+    """Multiplies some rows by one panel: (blocks, rows, inputs, panel, addend, its stride, out, its
+    stride)"""
     counts = range(1, FEW_ROWS + 1)
     parts = [_vector_code(module, count, vectors, element, result, bits) for count in counts]
     tiles = _tile_code(module, vectors, element, result) if on_tiles(bits) else None
@@ -185,7 +186,8 @@ def panel_code(
 def _vector_code(
     module: ir.Module, rows: int, vectors: int, element: ir.Type, result: ir.Type, bits: Bits
 ) -> Function:
-    """Some rows: (block, inputs, panel, addend, its stride, out, its stride)"""
+    """Multiplies a few rows with vectors: (block, inputs, panel, addend, its stride, out, its
+    stride)"""
     types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"vectors_{result}_{rows}", types, lanes=LANES)
     block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
@@ -227,11 +229,11 @@ def _sums_of_group(
     vectors: int,
     bits: Bits,
 ) -> list[Floats]:
-    """For each row and vector."""
+    """The sums of one group, for each row and vector."""
     builder, share = code.builder, 8 // bits
     zero = Integers(builder, ir.Constant(_INTEGERS, None))
     first = [each for begin in begins for each in ([zero] * vectors + [begin] * vectors)]
-    # A loop: unrolled, all weights of a group are loaded before the first product.
+    # Not unrolled: the compiler would load all weights of a group before the first product.
     with code.sum_loop(0, parts * LANES_OF_PART, first, step=2) as (lane, sums):
         for turn in range(2):
             at, half = divmod(turn, share)
@@ -289,7 +291,7 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
     with code.loop(0, width, step=LANES) as column:
         multiply(column * 0, column, 0)
         with code.sum_loop(0, groups, [code.zero()] * ROWS) as (group, totals):
-            # The next group is multiplied while vectors wait for nothing.
+            # Tiles multiply the next group while vectors add up this one.
             with code.when((group + 1).compare("<", groups)):
                 multiply(group + 1, column, (group + 1) % 2 * SUMS_SIZE)
             _fetch(code, ahead.from_(column), group, inputs, width)
@@ -312,7 +314,7 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
 
 
 def _fetch(code: Function, panel: Memory, group: Count, inputs: Count, width: int) -> None:
-    """A group's weights, scales and offsets of the next panel."""
+    """Prefetches a group's weights, scales and offsets of the next panel."""
     first = group * (GROUPS[8] // INPUTS_OF_LANE)
     with code.loop(0, parts_of_group(inputs, group, 8)) as part:
         for lane in range(LANES_OF_PART):
@@ -331,7 +333,7 @@ def _put_sums(
     group: Count,
     out: Memory,
 ) -> None:
-    """A group's sums of upper bytes [rows, outputs], then those of lower bytes."""
+    """Stores a group's sums of upper bytes [rows, outputs], then those of lower bytes."""
     depth = block_depth(inputs, 8)
 
     for sums in _SUMS:

@@ -3,10 +3,9 @@
     with function.loop(0, rows) as row:
         total = total + numbers.vector(row * 4) * weight
 
-A `Count` is a 64-bit integer, `Floats` (vectors.py) the float32 of one vector, `Memory` an
-address of float32, bfloat16, int8 or counts. They are values of the compiled code; what Python
-computes is a constant there. bfloat16 and int8 exist in memory alone: loads widen them, stores
-round to them.
+A `Count` is a 64-bit integer, `Floats` (vectors.py) a vector of float32, `Memory` an address of
+float32, bfloat16, int8 or counts. They are values of the compiled code; what Python computes is a
+constant there. bfloat16 and int8 exist only in memory: loads widen them, stores round to them.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _count_operator(operation: str) -> Callable[[Count, Count | int], Count]:
 
 
 class Count:
-    """A 64-bit integer; not negative where it is divided."""
+    """A 64-bit integer. Only numbers from 0 on may be divided."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
@@ -96,11 +95,11 @@ class Memory:
         return Memory(self.builder, moved, self.lanes, self.element)
 
     def of(self, element: ir.Type) -> Memory:
-        """The same address of other elements."""
+        """The same address, with another element type."""
         return Memory(self.builder, self.value, self.lanes, element)
 
     def in_lanes(self, lanes: int) -> Memory:
-        """The same address, read and written in other vectors."""
+        """The same address, read and written in vectors of `lanes`."""
         return Memory(self.builder, self.value, lanes, self.element)
 
     def vector(self, index: Count | int = 0) -> Floats:
@@ -119,7 +118,7 @@ class Memory:
         return self.in_lanes(1).vector(index).spread(self.lanes)
 
     def prefetch(self, index: Count | int = 0, keep: int = 3) -> None:
-        """Fetches the cache line ahead of its use, into the first cache or, with 2, the second."""
+        """Fetches the cache line ahead of its use: with `keep` 3 into L1, with 2 into L2."""
         kinds = [POINTER, LANE, LANE, LANE]
         intrinsic = declare(self.builder.module, "llvm.prefetch.p0", ir.VoidType(), kinds)
         how = [ir.Constant(LANE, value) for value in (0, keep, 1)]  # a read, of data
@@ -139,12 +138,12 @@ class Memory:
         self.builder.store(value.value, self.from_(index).value, align=8)
 
     def is_null(self, how: str) -> ir.Value:
-        """`how`: "==", or "!=" for the opposite."""
+        """`how` is "==", or "!=" for the opposite."""
         return self.builder.icmp_unsigned(how, self.value, ir.Constant(POINTER, None))
 
 
 class Function:
-    """One function under construction, without a result; `lanes` are those of its vectors."""
+    """One function under construction, which returns nothing. Its vectors have `lanes`."""
 
     def __init__(
         self,
@@ -192,8 +191,8 @@ class Function:
     def sum_loop(
         self, start: Count | int, stop: Count | int, sums: list[Sum], step: int = 1
     ) -> Iterator[tuple[Count, list[Sum]]]:
-        """A loop with `sums` in registers: its body replaces the values of the given list, which
-        holds the last ones after the loop."""
+        """A loop that keeps `sums` in registers. Its body replaces the values in the yielded list,
+        which holds the last ones after the loop."""
         builder, before = self.builder, self.builder.block
         head, body, after = (builder.append_basic_block() for _ in range(3))
         builder.branch(head)
@@ -217,7 +216,7 @@ class Function:
 
     @contextmanager
     def claim(self, counter: Memory, items: Count) -> Iterator[Count]:
-        """For each item that no other thread has claimed; `counter` starts at 0."""
+        """Loops over the items that this thread claims; `counter` starts at 0."""
         builder = self.builder
         head, body, after = (builder.append_basic_block() for _ in range(3))
         builder.branch(head)
@@ -247,7 +246,7 @@ class Arguments:
         return self._slots[name].count()
 
     def memory(self, name: str, element: ir.Type = FLOAT) -> Memory:
-        """What is at the field's address."""
+        """The memory that the field points to."""
         slot = self._slots[name]
         address = slot.builder.load(slot.value, typ=POINTER, align=8)
         return Memory(slot.builder, address, slot.lanes, element)

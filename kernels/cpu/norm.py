@@ -16,7 +16,7 @@ from baton.kernels.cpu.vectors import FLOAT, Floats, element_of, rounded
 from baton.kernels.linear import RMSNorm
 
 FEW_ROWS = 8
-"""Rows that one thread adds before another could start."""
+"""Up to this many rows one thread is faster: it ends before another could start."""
 
 
 class NormArguments(ctypes.Structure):
@@ -88,7 +88,8 @@ def inverse_root(code: Function, numbers: Memory, epsilon: Memory, size: Count) 
 def normalized(
     code: Function, x: Memory, size: Count, norm: tuple[Memory, Memory] | None
 ) -> Callable[[Count], Floats]:
-    """Vectors of a row of x; if a norm's weight and epsilon are given, normalized and rounded."""
+    """Returns a function that loads vectors of a row of x; if a norm's weight and epsilon are
+    given, it normalizes and rounds them."""
     if norm is None:
         return x.vector
     weight, epsilon = norm

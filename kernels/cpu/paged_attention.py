@@ -1,4 +1,4 @@
-"""Calls of the compiled attention over pages."""
+"""Calls the compiled attention over pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNLIMITED = 1 << 60
 """A window that hides nothing."""
 
 FEW_SEQUENCES = 2
-"""Whose parts one thread merges before another could start."""
+"""Up to this many sequences one thread merges the parts: it ends before another could start."""
 
 
 class CompiledAttention:
@@ -108,7 +108,7 @@ class CompiledAttention:
 def paged_attention(
     heads: int, cache: LayerCache, scoring: Scoring, dtype: torch.dtype
 ) -> CompiledAttention | None:
-    """Of queries in `dtype`; None where there is no code for the shape."""
+    """Compiled attention for queries in `dtype`; None if there is no code for the shape."""
     kv, sizes = cache.kv, (cache.head_dim, cache.value_dim)
     whole = math.gcd(*sizes) % amx.INPUTS == 0
     tiles = dtype == torch.bfloat16 and whole and compiler.has_amx()

@@ -1,4 +1,4 @@
-"""Weights laid out for compiled products, and the calls of those."""
+"""Weights laid out for compiled products, and the calls of these products."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from baton.kernels.integers import IntegerWeight
 from baton.kernels.linear import Activation, RMSNorm
 
 OUTPUTS_STREAMED = 384
-"""Outputs that a thread claims at once where weights stream through few rows, in panels of
-AVX-512 and tile registers, which fetch the next one ahead."""
+"""Outputs that a thread claims at once for few rows, in panels of AVX-512 and tile registers: these
+prefetch the next panel."""
 
 FEW_ROWS = 16
-"""Rows that one thread lays out before a second could start."""
+"""Up to this many rows one thread lays them out: it ends before another could start."""
 
 
 def host_tile(weight: Tensor | IntegerWeight) -> Tile:
@@ -59,10 +59,10 @@ class Panels:
     def __init__(self, weight: Tensor | IntegerWeight, bias: Tensor | None) -> None:
         self._tile = host_tile(weight)
         outputs, inputs = (weight.codes if isinstance(weight, IntegerWeight) else weight).shape
-        # A weight of fewer outputs than a panel has is filled up.
+        # A weight with fewer outputs than a panel is padded.
         self._missing = max(0, self._tile.panel - outputs)
         if self._missing:
-            weight = _filled_up(weight, self._missing)
+            weight = _padded(weight, self._missing)
             bias = None if bias is None else functional.pad(bias, (0, self._missing))
         self._outputs = outputs + self._missing
         self._panels = _packed(weight, self._tile)
@@ -76,8 +76,8 @@ class Panels:
         self._addresses = {name: compiled.address(name) for name in names}
 
     def product(self, x: Tensor, norm: RMSNorm | None, added: Tensor | None = None) -> Tensor:
-        """x [rows, inputs], normalized if a norm is given -> [rows, outputs], with what is `added`
-        to each row."""
+        """x [rows, inputs], normalized if a norm is given -> [rows, outputs]. `added` [rows,
+        outputs] is added to it."""
         return self._product(x, norm, *self._addends(added))
 
     def unrounded(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -85,7 +85,7 @@ class Panels:
         return self._product(x, norm, self._addend, 0, name="unrounded", dtype=torch.float32)
 
     def _addends(self, added: Tensor | None) -> tuple[Tensor, int]:
-        """What the product's sums begin with, and from row to row."""
+        """The numbers that are added to a product, and their stride from row to row."""
         if added is None:
             return self._addend, 0
         if self._missing:
@@ -104,7 +104,7 @@ class Panels:
         activation: Activation,
         added: Tensor | None = None,
     ) -> Tensor:
-        """activation(self's product) * up's, with what is `added` to each row of both."""
+        """activation(product) * up's product. `added` [rows, 2 * outputs] is added to both."""
         x = x.contiguous()
         halves = (None, None) if added is None else added.chunk(2, dim=1)
         (addend, stride), (up_addend, _) = self._addends(halves[0]), up._addends(halves[1])
@@ -167,7 +167,7 @@ class Panels:
 
 
 def suits(weight: Tensor | IntegerWeight) -> bool:
-    """Whether compiled code supports weights of this shape."""
+    """True if compiled code supports weights of this shape."""
     if isinstance(weight, IntegerWeight):
         return integer_product.suits(weight)
     outputs, inputs = weight.shape
@@ -176,8 +176,8 @@ def suits(weight: Tensor | IntegerWeight) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _cut(panels: int, rows: int, panel: int, block: int, threads: int) -> tuple[int, int]:
-    """Panels and rows of a work item: all rows, or fewer where there are too few panels to keep
-    all threads busy."""
+    """Panels and rows of a work item: all rows, or fewer if there are too few panels to keep all
+    threads busy."""
     streamed = rows <= FEW_ROWS and panel >= amx.OUTPUTS
     outputs = OUTPUTS_STREAMED if streamed else OUTPUTS_PER_ITEM
     each = max(1, min(outputs // panel, panels // (2 * threads)))
@@ -187,7 +187,7 @@ def _cut(panels: int, rows: int, panel: int, block: int, threads: int) -> tuple[
     return each, max(1, -(-blocks // parts)) * block
 
 
-def _filled_up(weight: Tensor | IntegerWeight, missing: int) -> Tensor | IntegerWeight:
+def _padded(weight: Tensor | IntegerWeight, missing: int) -> Tensor | IntegerWeight:
     if not isinstance(weight, IntegerWeight):
         return functional.pad(weight, (0, 0, 0, missing))
     return weight.changed(lambda each: functional.pad(each, (0, 0, 0, missing)))

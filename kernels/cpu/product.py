@@ -1,16 +1,16 @@
 """Compiled code for x [rows, inputs] @ weight [outputs, inputs].T in float32 or bfloat16.
 
-Weights are in panels of some outputs, input by input, so that a product streams them from
-memory once and in order. Rows form blocks, also laid out input by input; a block of one row
-stays as it is. A tile is a block times a panel: all its sums stay in registers.
+Weights are in panels of some outputs, laid out input by input, so that a product streams them from
+memory once and in order. Rows form blocks, also laid out input by input; a single row is a block as
+it is. A tile is a block times a panel: all its sums stay in registers.
 
     Arm       32 registers of 4:   8 rows * 3 vectors of sums + 3 of weights + 2 of x
     AVX-512   32 registers of 16:  8 rows * 3 vectors of sums + 3 of weights + 1 of x
     AVX2      16 registers of 8:   4 rows * 3 vectors of sums + 3 of weights + 1 of x
 
 Each sum runs over the inputs in order, in float32, whatever the tile: a row's result does not
-depend on the other rows, nor on the number of threads. Weights in bfloat16 are widened on
-their way to a register; normalized rows and results but logits are rounded to bfloat16.
+depend on the other rows, nor on the number of threads. Weights in bfloat16 are widened when they
+are loaded; normalized rows and all results except logits are rounded to bfloat16.
 
 The last panel ends with the last output and may overlap the one before it; both then write
 the same numbers.
@@ -53,7 +53,7 @@ from baton.kernels.cpu.vectors import (
 from baton.kernels.integers import Bits
 
 VECTORS = 3
-"""Vectors of a panel."""
+"""Vectors per panel."""
 
 INPUTS_PER_TURN = QUAD
 """Inputs per iteration of a tile's loop; `inputs` is a multiple of it."""
@@ -61,30 +61,29 @@ INPUTS_PER_TURN = QUAD
 Size = TypeVar("Size", int, Count)
 
 OUTPUTS_PER_ITEM = 96
-"""Outputs that a thread claims at once, at most: fewer interrupt the stream from memory, more
-leave a thread idle at the end."""
+"""Most outputs that a thread claims at once: fewer interrupt the stream from memory, more leave a
+thread idle at the end."""
 
 GATED_ROWS = 128
-"""Rows whose gates and what they multiply stay in a cache until they are multiplied; a multiple of
-any block."""
+"""Rows whose gates and ups stay in a cache until they are multiplied; a multiple of any block."""
 
 ROWS_PER_ITEM = 64
-"""Rows that a thread claims at once, at least, where there are too few outputs for all threads."""
+"""Fewest rows that a thread claims at once if there are too few outputs for all threads."""
 
 INPUTS_AHEAD = 24
-"""How far ahead of its use AVX-512 fetches a panel into the first cache. The hardware fetches too
-late while a tile multiplies, from memory and from the second cache."""
+"""How many inputs ahead AVX-512 prefetches a panel into the L1 cache. The hardware prefetches too
+late while a tile multiplies, from memory and from L2."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What code is compiled for."""
+    """The shape and types that code is compiled for."""
 
     lanes: int
-    rows: int  # of a block; of numbers, a multiple of QUAD
-    element: ir.Type  # of x, weights and results
+    rows: int  # rows of a block; a multiple of QUAD unless x is encoded
+    element: ir.Type  # type of x, weights and results
     amx: bool = False  # sums are in tile registers (amx.py)
-    bits: Bits | None = None  # of weights that are codes, as x is (integer_product.py)
+    bits: Bits | None = None  # of a weight's codes; x is then encoded too (integer_product.py)
 
     @property
     def panel(self) -> int:
@@ -100,15 +99,15 @@ class Tile:
 
     @property
     def few_rows(self) -> int:
-        """Rows of a block that is laid out as one row is."""
+        """Most rows of a block that has the layout of a single row."""
         return self.rows if self.bits and compiler.has_byte_dot() else 1
 
     def block_depth(self, inputs: Size) -> Size:
-        """Elements of a row in a block."""
+        """Elements per row of a block."""
         return integer_product.block_depth(inputs, self.bits) if self.bits else inputs
 
     def panel_depth(self, inputs: Size) -> Size:
-        """Elements of an output in a panel."""
+        """Elements per output of a panel."""
         return integer_product.panel_depth(inputs, self.bits) if self.bits else inputs
 
 
@@ -124,7 +123,7 @@ class ProductArguments(ctypes.Structure):
         ("blocks", ctypes.c_void_p),  # float32 [rows up to a multiple of a block, inputs], scratch
         ("panels", ctypes.c_void_p),  # [panels, inputs, panel]
         ("outputs", ctypes.c_int64),
-        ("addend", ctypes.c_void_p),  # added to the product: a row for all, or one each
+        ("addend", ctypes.c_void_p),  # added to the product: one row for all, or one per row
         ("addend_stride", ctypes.c_int64),  # 0, or outputs
         ("out", ctypes.c_void_p),  # [rows, outputs]
         ("up_panels", ctypes.c_void_p),  # gated products only: as panels and addend
@@ -138,9 +137,9 @@ class ProductArguments(ctypes.Structure):
 
 @functools.cache
 def library(tile: Tile) -> Library:
-    """Functions `lay_out` (x as blocks), then `product` (x @ weight.T + addend), `unrounded` (the
-    same in float32) or one of an activation's name (that of the product, times the same of
-    up_panels)."""
+    """Compiles the functions `lay_out` (x as blocks), to be followed by `product` (x @ weight.T +
+    addend), `unrounded` (the same in float32) or one named after an activation (activation(product)
+    * the product with up_panels)."""
     return Library(_module, tile)
 
 
@@ -149,7 +148,7 @@ def _module(tile: Tile) -> ir.Module:
     _lay_out(module, tile)
     panel = _panel(module, tile, tile.element)
     _product(module, tile, panel, "product", tile.element)
-    # Logits, a gate and what it multiplies are not rounded.
+    # Logits, gates and ups are not rounded.
     unrounded = panel if tile.element == FLOAT else _panel(module, tile, FLOAT)
     _product(module, tile, unrounded, "unrounded", FLOAT)
     for name in GATES:
@@ -159,7 +158,8 @@ def _module(tile: Tile) -> ir.Module:
 
 
 def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
-    """Some rows of one panel: (blocks, rows, inputs, panel, addend, its stride, out, its stride)"""
+    """Multiplies some rows by one panel: (blocks, rows, inputs, panel, addend, its stride, out, its
+    stride)"""
     if tile.amx:
         return amx.panel_code(module, result)
     if tile.bits and compiler.has_byte_dot():
@@ -182,7 +182,8 @@ def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
 
 
 def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function:
-    """The first rows of a tile: (block, inputs, panel, addend, its stride, out, its stride)"""
+    """Multiplies the first `rows` of a tile: (block, inputs, panel, addend, its stride, out, its
+    stride)"""
     if tile.bits:
         return integer_product.part_code(module, rows, VECTORS, tile.element, result, tile.bits)
     types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
@@ -210,7 +211,7 @@ def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function
 
 
 def _fetch_ahead(panel: Memory, tile: Tile, start: Count, turn: int) -> None:
-    """One input's share of the cache lines of INPUTS_PER_TURN."""
+    """Prefetches one input's share of the cache lines of INPUTS_PER_TURN."""
     per_line = LINE // size_of(tile.element)
     first, end = (-(-each * tile.panel // per_line) for each in (turn, turn + 1))
     ahead = INPUTS_AHEAD * tile.panel - turn * tile.panel
@@ -219,8 +220,8 @@ def _fetch_ahead(panel: Memory, tile: Tile, start: Count, turn: int) -> None:
 
 
 def _inputs_of_rows(block: Memory, tile: Tile, rows: int, first: Count, turn: int) -> list[Floats]:
-    """One input of each row, in all lanes: on Arm a product takes any lane of a register, on
-    x86_64 a number of memory."""
+    """One input of each row, in all lanes: on Arm an operand may be any lane of a register, on
+    x86_64 a number in memory."""
     if tile.lanes > NEON.lanes:
         at = [first + turn] if rows == 1 else [(first + turn) * tile.rows + r for r in range(rows)]
         return [block.repeated(index) for index in at]
@@ -231,7 +232,7 @@ def _inputs_of_rows(block: Memory, tile: Tile, rows: int, first: Count, turn: in
 
 
 def _lay_out(module: ir.Module, tile: Tile) -> None:
-    """x as blocks, normalized if a norm is given."""
+    """Lays out x as blocks, normalized if a norm is given."""
     code = Function(module, "lay_out", [POINTER], exported=True)
     given = Arguments(code.arguments[0], ProductArguments)
     make = _rows if tile.amx else _block
@@ -258,7 +259,7 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
 
 
 def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
-    """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
+    """Lays out one block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
     if tile.bits:
         kind = (tile.element, tile.bits)
         if compiler.has_byte_dot():
@@ -289,7 +290,7 @@ def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Func
 
 
 def _rows(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
-    """As _block, but as tile registers are loaded."""
+    """As _block, in the layout that tile registers load."""
     name = f"rows{'_of_one' * single}{'_normed' * normed}"
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER]
     code = Function(module, name, types, lanes=tile.lanes)
@@ -346,7 +347,7 @@ def _gated_product(
 
 @dataclass(frozen=True)
 class _Place:
-    """Rows of one panel."""
+    """Some rows of one panel."""
 
     panel: Count
     column: Count  # the panel's first
@@ -356,7 +357,7 @@ class _Place:
 
 @contextmanager
 def _panels(code: Function, given: Arguments, tile: Tile) -> Iterator[_Place]:
-    """What this thread claims, panel by panel."""
+    """Loops over the panels that this thread claims."""
     outputs, every_row = given.count("outputs"), given.count("rows")
     a_item, rows_per_item = given.count("panels_per_item"), given.count("rows_per_item")
     panels = (outputs + tile.panel - 1) // tile.panel

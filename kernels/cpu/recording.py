@@ -1,8 +1,8 @@
-"""Calls of compiled code that are recorded once and repeated as one: without Python in between,
-and on threads that meet between calls instead of being started for each.
+"""Records calls of compiled code and repeats them as one call: without Python in between, and on
+threads that meet between calls instead of being started for each.
 
-A repetition reads and writes the same memory. What differs from step to step must be put there
-before it.
+A repetition reads and writes the same memory. Inputs that differ from step to step must be written
+there before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.kernels.cpu.compiler import Library
 from baton.kernels.cpu.ir_builder import POINTER, Arguments, Count, Function, number
 
 SPINS = 2000
-"""Looks at the counter before a waiting thread offers its core to others: with 10,000, a step
+"""How often a waiting thread reads the counter before it yields its core: with 10,000, a step
 beside two busy processes took ten times as long."""
 
 
@@ -36,24 +36,24 @@ class _Repetition(ctypes.Structure):
     _fields_ = (
         ("calls", ctypes.c_void_p),
         ("count", ctypes.c_int64),
-        ("count_threads", ctypes.c_void_p),  # OpenMP's function
-        ("give_way", ctypes.c_void_p),  # the system's
+        ("count_threads", ctypes.c_void_p),  # omp_get_num_threads
+        ("yield_core", ctypes.c_void_p),  # sched_yield
         ("numbered", ctypes.c_int64),  # threads that have a number; 0 at first
-        ("arrived", ctypes.c_int64),  # at the ends of calls, of all threads; 0 at first
+        ("arrived", ctypes.c_int64),  # arrivals at the ends of calls, of all threads; 0 at first
     )
 
 
 class CallRecording:
-    """The calls of compiled code while it is entered."""
+    """Records the calls of compiled code while it is entered."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[int, int, bool]] = []  # work, place of its arguments, alone
-        self._arguments = bytearray()  # as they were before each call
+        self._calls: list[tuple[int, int, bool]] = []  # work, offset of its arguments, alone
+        self._arguments = bytearray()  # copies made before each call
         self._torch = _TorchOperations()
 
     @property
     def foreign(self) -> set[str]:
-        """Operations of torch that computed between the calls: a repetition would lack them."""
+        """Operations that torch computed between the calls: a repetition would omit them."""
         return self._torch.computed
 
     def add(self, work: int, arguments: ctypes.Structure, *, alone: bool) -> None:
@@ -81,18 +81,18 @@ class CallRecording:
             ctypes.addressof(self._table),
             len(self._table),
             compiler.openmp_function("omp_get_num_threads"),
-            _give_way(),
+            _yield_core(),
         )
         compiler.run(_repeat(), arguments)
 
 
 @functools.cache
-def _give_way() -> int | None:
+def _yield_core() -> int | None:
     return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
 
 
 class _TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the memory that torch allocates, and notes what it computes."""
+    """Keeps the memory that torch allocates, and records the operations that it computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -101,7 +101,7 @@ class _TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would import its compiler at a process's first recording, for 1.6 s."""
+        """With True, torch would import its compiler at the first recording, which takes 1.6 s."""
         return False
 
     def __torch_dispatch__(
@@ -120,8 +120,8 @@ def _may_view(returned: Any) -> bool:
 
 
 def _views(found: Any, args: Any) -> bool:
-    """Whether what was found is memory of the arguments: `contiguous` and `reshape` view it or
-    copy it, and in inference mode come here as they are."""
+    """True if the result shares the arguments' memory. `contiguous` and `reshape` may view or copy
+    it, and in inference mode they are dispatched as such."""
     given = {_memory(each) for each in args if isinstance(each, Tensor)}
     return all(_memory(each) in given for each in ([found] if isinstance(found, Tensor) else found))
 
@@ -161,7 +161,8 @@ def _module() -> ir.Module:
 
 
 class _Callee:
-    """A function at an address that code has loaded: a pointer's type does not say of what."""
+    """A function at an address that compiled code has loaded, with the type that opaque pointers
+    lack."""
 
     def __init__(self, address: ir.Value, kind: ir.FunctionType) -> None:
         self.function_type, self.type, self._address = kind, address.type, address
@@ -177,7 +178,7 @@ def _called(
 
 
 def _meet(code: Function, given: Arguments, all_arrived: Count) -> None:
-    """Waits until the threads have arrived as often as that."""
+    """Waits until `arrived` has reached `all_arrived`."""
     builder, counter = code.builder, given.field("arrived").value
     builder.atomic_rmw("add", counter, number(1), "acq_rel")
     before = builder.block
@@ -193,7 +194,7 @@ def _meet(code: Function, given: Arguments, all_arrived: Count) -> None:
     spins.add_incoming(looked, again)
     builder.cbranch(builder.icmp_signed("<", looked, number(SPINS)), head, slow)
     builder.position_at_end(slow)
-    _called(builder, given, "give_way", ir.FunctionType(ir.IntType(32), []))
+    _called(builder, given, "yield_core", ir.FunctionType(ir.IntType(32), []))
     spins.add_incoming(number(SPINS), slow)
     builder.branch(head)
     builder.position_at_end(after)

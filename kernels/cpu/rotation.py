@@ -1,9 +1,9 @@
 """Compiled code that normalizes queries and keys, rotates them by their positions, and stores
 keys and values, as they are or as codes (kernels/integers.py, kernels/half_bytes.py).
 
-A pair of neighbouring numbers is complex: (a, b) rotated by (c, s) is
-(a * c - b * s, b * c + a * s). Every number is computed from its own head's alone, or, if the
-norms are of all heads, from its own row's.
+A pair of neighbouring numbers is a complex number: (a, b) rotated by (c, s) is
+(a * c - b * s, b * c + a * s). A number depends on its own head only or, if norms are over all
+heads, on its own row only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RotationArguments(ctypes.Structure):
         ("query_numbers", ctypes.c_int64),
         ("key_numbers", ctypes.c_int64),
         ("query_norm", ctypes.c_void_p),  # float32 [query_norm_size], or null
-        ("query_norm_size", ctypes.c_int64),  # of a head, its first numbers, or all heads
-        ("query_norms", ctypes.c_int64),  # as many sizes, one after another
+        ("query_norm_size", ctypes.c_int64),  # that of a head, of its first numbers or of all heads
+        ("query_norms", ctypes.c_int64),  # how many times the norm is applied, to one size each
         ("query_epsilon", ctypes.c_float),
         ("key_norm", ctypes.c_void_p),
         ("key_norm_size", ctypes.c_int64),
@@ -50,8 +50,8 @@ class RotationArguments(ctypes.Structure):
         ("rotation", ctypes.c_void_p),  # float32 [rows, head_dim], complex; or null
         ("head_dim", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),  # [any, token_numbers]
-        ("token_numbers", ctypes.c_int64),  # of a token's keys, with their scales
-        ("places", ctypes.c_void_p),  # [rows, k/v], where a row's key and value go in tokens
+        ("token_numbers", ctypes.c_int64),  # numbers of a token's keys, with their scales
+        ("places", ctypes.c_void_p),  # [rows, k/v], the rows of `tokens` for key and value
         ("rows_claimed", ctypes.c_int64),  # 0 at first
     )
 
@@ -85,7 +85,7 @@ def rotate_and_write(
 
 
 FEW_ROWS = 8
-"""Rows that one thread rotates before another could start."""
+"""Up to this many rows one thread is faster: it ends before another could start."""
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def _module(lanes: int, element: ir.Type, stored: ir.Type, parts: int) -> ir.Mod
 def _put_codes(
     code: Function, source: Memory, target: Memory, heads: Count, head_dim: Count
 ) -> None:
-    """Each head's numbers as codes, and their scale behind them."""
+    """Stores each head's numbers as codes, with their scale behind them."""
     with code.loop(0, heads) as head:
         numbers = source.from_(head * head_dim)
         codes = target.from_(head * (head_dim + SCALE_BYTES))
@@ -145,7 +145,7 @@ def _put_codes(
 def _normalize(
     code: Function, numbers: Memory, count: Count, norm: Memory, epsilon: Memory, size: Count
 ) -> None:
-    """Each `size` numbers, `count` times, over the root of their mean square."""
+    """Applies an RMS norm over `size` numbers, `count` times."""
     with code.loop(0, count) as index:
         some = numbers.from_(index * size)
         scale = inverse_root(code, some, epsilon, size)

@@ -1,7 +1,7 @@
-"""Vectors of float32 as values of compiled code: what can be computed with them.
+"""Vectors of float32 as values of compiled code, and the operations on them.
 
-Operations are compiled as they are written: none is reordered, and a product and a sum are
-rounded once only where `plus_product` says so. Equal steps give equal bits in any function.
+Operations are compiled as they are written: none is reordered, and only `plus_product` rounds a
+product and a sum once. Equal steps give equal bits in any function.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ QUAD = 4
 FLOAT = ir.FloatType()
 CODE, BFLOAT16, LANE = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 HALF_BYTE = ir.IntType(4)
-"""Of memory with codes of four bits: a name alone, its elements are bytes."""
+"""Marks memory with codes of four bits. Its elements are loaded as bytes."""
 
 
 def element_of(dtype: torch.dtype) -> ir.Type:
-    """Of memory that holds such numbers."""
+    """The element type of memory that holds numbers of `dtype`."""
     known = {torch.float32: FLOAT, torch.bfloat16: BFLOAT16, torch.int8: CODE}
     return HALF_BYTE if dtype == torch.uint8 else known[dtype]
 
 
 def size_of(element: ir.Type) -> int:
-    """Bytes in memory."""
+    """Bytes of an element in memory."""
     return 4 if element == FLOAT else int(element.width) // 8
 
 
@@ -77,7 +77,7 @@ class Floats:
         return self._call("maxnum", self, self._same(other))
 
     def or_greater(self, other: Floats) -> Floats:
-        """As at_least where none is NaN: on x86_64 one instruction instead of three."""
+        """As at_least for numbers that are not NaN: on x86_64 one instruction instead of three."""
         return self._call("maxnum", self, other, fastmath=("nnan", "nsz"))
 
     def at_most(self, other: Floats | float) -> Floats:
@@ -87,27 +87,28 @@ class Floats:
         return self._call("fabs", self)
 
     def nearest(self) -> Floats:
-        """Rounded to whole numbers: of two the even one."""
+        """Rounds to whole numbers, ties to even."""
         return self._call("roundeven", self)
 
     def root(self) -> Floats:
         return self._call("sqrt", self)
 
     def lane(self, index: int) -> Floats:
-        """One of the lanes, in all of them."""
+        """One lane, repeated in all lanes."""
         return self.arranged(self, [index] * self.lanes)
 
     def arranged(self, other: Floats, lanes: list[int]) -> Floats:
-        """The given lanes of the numbers of self and, after them, other."""
+        """The given lanes; `other`'s are numbered after self's."""
         mask = lane_numbers(lanes)
         return Floats(self.builder, self.builder.shuffle_vector(self.value, other.value, mask))
 
     def total(self) -> Floats:
-        """The sum of all lanes, in all of them: of neighbours, of neighbouring pairs, and on."""
+        """The sum of all lanes, in all lanes: neighbours first, then neighbouring pairs, and so
+        on."""
         return self._folded(Floats.__add__)
 
     def greatest(self) -> Floats:
-        """The greatest of all lanes, in all of them."""
+        """The largest of all lanes, in all lanes."""
         return self._folded(Floats.or_greater)
 
     def _folded(self, combine: Callable[[Floats, Floats], Floats]) -> Floats:
@@ -124,11 +125,11 @@ class Floats:
         return self.arranged(self, [0] * lanes)
 
     def above(self, number: float) -> ir.Value:
-        """A condition, by lane."""
+        """A condition for each lane."""
         return self.builder.fcmp_ordered(">", self.value, self._same(number).value)
 
     def where(self, condition: ir.Value, other: Floats) -> Floats:
-        """self in the lanes of the condition, other elsewhere."""
+        """self where the condition holds, other elsewhere."""
         return Floats(self.builder, self.builder.select(condition, self.value, other.value))
 
     def _call(self, name: str, *arguments: Floats, fastmath: tuple[str, ...] = ()) -> Floats:
@@ -141,7 +142,7 @@ class Floats:
 
 
 class Integers:
-    """The integers of 32 bits of one vector."""
+    """The 32-bit integers of one vector."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
@@ -178,8 +179,8 @@ def repeat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> Floats:
 
 
 def transposed(rows: list[Floats]) -> list[Floats]:
-    """As many rows as they have lanes -> its columns. Each turn interleaves the rows of the first
-    half with those of the second."""
+    """Transposes a square: as many rows as each has lanes. Each turn interleaves the rows of the
+    first half with those of the second."""
     size = len(rows)
     half = size // 2
     low = [
@@ -193,8 +194,8 @@ def transposed(rows: list[Floats]) -> list[Floats]:
 
 
 def totals(four: list[Floats]) -> Floats:
-    """The sums of four vectors, in four lanes. Neighbours are added, then neighbouring pairs, then
-    the halves of what is left: fewest instructions on Arm and on x86_64."""
+    """The sums of four vectors, in four lanes. Adds neighbours, then neighbouring pairs, then the
+    halves of the rest: the fewest instructions on Arm and on x86_64."""
     first, second = _pair_sums(four[0], four[1]), _pair_sums(four[2], four[3])
     sums = _pair_sums(first, second)
     while sums.lanes > QUAD:
@@ -205,32 +206,32 @@ def totals(four: list[Floats]) -> Floats:
 
 
 def _pair_sums(one: Floats, other: Floats) -> Floats:
-    """In each four lanes: two sums of neighbours of one, then two of other."""
+    """In each four lanes: two sums of neighbours from `one`, then two from `other`."""
     starts = [start for quad in range(0, one.lanes, QUAD) for start in (quad, one.lanes + quad)]
     even = [start + lane for start in starts for lane in (0, 2)]
     return one.arranged(other, even) + one.arranged(other, [lane + 1 for lane in even])
 
 
-# exp(x) = 2^n * exp(r), x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, so
-# that n times the first is exact. Adding 3 * 2^22 leaves n in the last bits of a number.
+# exp(x) = 2^n * exp(r), x = n ln 2 + r with |r| <= ln 2 / 2. ln 2 is split in two parts, so
+# that n times the first is exact. Adding 3 * 2^22 puts n in the last bits of a number.
 LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 _LEAST_EXPONENT, _GREATEST_EXPONENT = -86.0, 88.0
 ROUNDING = 12582912.0
 
 
 def exp(x: Floats) -> Floats:
-    """e^x to about one unit in the last place; e^-86 for anything less."""
+    """e^x to about one unit in the last place; e^-86 for x below -86."""
     return exp_of_negative(x.at_most(_GREATEST_EXPONENT))
 
 
 def exp_of_negative(x: Floats) -> Floats:
-    """The same for an x that is not far above 0."""
+    """As exp, for x that are not far above 0."""
     builder = x.builder
     x = x.at_least(_LEAST_EXPONENT)
     shifted = constant(builder, ROUNDING, x.lanes).plus_product(x, LOG2_E)
     twos = shifted - ROUNDING
     rest = x.plus_product(twos, -_LN2_HIGH).plus_product(twos, -_LN2_LOW)
-    # Terms in pairs, then pairs in pairs: fewer of them wait for each other.
+    # Terms are added in pairs, then pairs in pairs: fewer of them wait for each other.
     terms = [constant(builder, 1 / math.factorial(n), x.lanes) for n in range(8)]
     power = rest
     while len(terms) > 1:
@@ -253,7 +254,7 @@ _POWERS_OF_2 = (0.99992522, 0.69583353, 0.2260672, 0.07802449)
 
 
 def power_of_2(x: Floats) -> Floats:
-    """2^x to what bfloat16 keeps of it and more, on AVX-512."""
+    """2^x to a little more than bfloat16's precision, on AVX-512."""
     rest = above_floor(x)
     total = constant(x.builder, _POWERS_OF_2[-1], x.lanes)
     for term in _POWERS_OF_2[-2::-1]:
@@ -262,21 +263,21 @@ def power_of_2(x: Floats) -> Floats:
 
 
 def above_floor(x: Floats) -> Floats:
-    """x less the whole number that is not greater; of infinity 0 (VREDUCEPS)."""
+    """x - floor(x), and 0 for infinity (VREDUCEPS)."""
     return _masked_call("reduce", x, ir.Constant(LANE, _DOWN))
 
 
 def times_power(numbers: Floats, x: Floats) -> Floats:
-    """numbers * 2^n, with n the whole number that is not greater than x (VSCALEFPS)."""
+    """numbers * 2^floor(x) (VSCALEFPS)."""
     return _masked_call("scalef", numbers, x.value)
 
 
 _DOWN, _AS_SET = 1, 4
-"""Ways to round: to the next lower number, or as all instructions do."""
+"""Rounding modes: down, or the current mode."""
 
 
 def _masked_call(name: str, x: Floats, other: ir.Value) -> Floats:
-    """One of AVX-512's operations, in all lanes."""
+    """One of AVX-512's masked operations, in all lanes."""
     kind, mask = x.value.type, ir.IntType(16)
     kinds = [kind, other.type, kind, mask, LANE]
     operation = declare(x.builder.module, f"llvm.x86.avx512.mask.{name}.ps.512", kind, kinds)
@@ -285,13 +286,13 @@ def _masked_call(name: str, x: Floats, other: ir.Value) -> Floats:
 
 
 def tanh(x: Floats) -> Floats:
-    """To about one unit in the last place of 1."""
+    """tanh, to about one unit in the last place of 1."""
     one = constant(x.builder, 1.0, x.lanes)
     return one - (one + one) / (one + exp(x + x))
 
 
 def widened(builder: ir.IRBuilder, stored: ir.Value) -> Floats:
-    """bfloat16 numbers or int8 codes, as float32."""
+    """Converts bfloat16 numbers or int8 codes to float32."""
     lanes = stored.type.count
     integers = ir.VectorType(LANE, lanes)
     if stored.type.element == CODE:
@@ -310,7 +311,7 @@ class _BrainFloat(ir.Type):  # type: ignore[misc]
 
 
 def narrowed(numbers: Floats) -> ir.Value:
-    """Rounded to bfloat16: to the nearest, of two the even one; NaN stays NaN."""
+    """Rounds to bfloat16, ties to even; NaN stays NaN."""
     builder, lanes = numbers.builder, numbers.lanes
     if compiler.rounds_to_bfloat16():
         found = builder.fptrunc(numbers.value, ir.VectorType(_BrainFloat(), lanes))
@@ -325,7 +326,7 @@ def narrowed(numbers: Floats) -> ir.Value:
 
 
 def whole_numbers(numbers: Floats) -> ir.Value:
-    """Rounded to integers of 32 bits: to the nearest, of two the even one."""
+    """Rounds to 32-bit integers, ties to even."""
     integers = ir.VectorType(LANE, numbers.lanes)
     name = f"llvm.fptosi.sat.v{numbers.lanes}i32.v{numbers.lanes}f32"
     convert = declare(numbers.builder.module, name, integers, [numbers.value.type])
@@ -333,12 +334,12 @@ def whole_numbers(numbers: Floats) -> ir.Value:
 
 
 def codes_of(numbers: Floats) -> ir.Value:
-    """Numbers from -127 to 127, rounded to int8."""
+    """Rounds numbers from -127 to 127 to int8."""
     return numbers.builder.trunc(whole_numbers(numbers), ir.VectorType(CODE, numbers.lanes))
 
 
 def paired(low: Floats, high: Floats) -> Floats:
-    """Numbers that are bfloat16, two in each lane."""
+    """Packs two vectors of bfloat16 numbers, one number of each per lane."""
     builder, integers = low.builder, ir.VectorType(LANE, low.lanes)
     bits = [builder.bitcast(each.value, integers) for each in (low, high)]
     shifted = builder.lshr(bits[0], lane_numbers([16] * low.lanes))
@@ -346,7 +347,7 @@ def paired(low: Floats, high: Floats) -> Floats:
 
 
 def rounded(numbers: Floats, element: ir.Type) -> Floats:
-    """As a store to memory of these elements and a load would give them."""
+    """Rounds numbers as a store to memory of these elements followed by a load would."""
     if element == FLOAT:
         return numbers
     return widened(numbers.builder, narrowed(numbers))
