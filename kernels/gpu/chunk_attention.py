@@ -2,7 +2,7 @@
 
 A program handles a block of one chunk's queries for one head and walks over the keys that any
 of them sees, in the tiles of kernels/gpu/fixed_order.py. One launch serves the chunks of many
-sequences. On Hopper kernels/gpu/hopper_chunks.py does better.
+sequences. kernels/gpu/hopper_chunks.py is faster on Hopper.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK_QUERIES = hopper_chunks.BLOCK_QUERIES
 """Tokens of one entry of `blocks`."""
 
 PROGRAM_QUERIES, FLOAT32_QUERIES = 64, 16
-"""Queries of a program; fewer in float32: see fixed_order.FLOAT32_TILE."""
+"""Queries per program; fewer in float32: see fixed_order.FLOAT32_TILE."""
 
 
 def chunk_attention(
@@ -65,7 +65,7 @@ def attend_anywhere(
     coded = is_coded(kv_layer.dtype)
     tile = tile_of(qkv.dtype)
     queries = PROGRAM_QUERIES if tile == TILE else FLOAT32_QUERIES
-    # A split at a time, where shared memory has room to load the next ones ahead.
+    # One split per iteration if shared memory has room to load the next ones ahead.
     by_split = tile == TILE and block_d * qkv.itemsize < WIDE_BYTES
     _chunk[(shape.heads, len(blocks) * (BLOCK_QUERIES // queries))](
         qkv,
@@ -108,7 +108,7 @@ def _attend_tile(
     TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKEN: tl.constexpr, CAPPED: tl.constexpr,
     CODED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tokens from `tile` on to those before them in their split: fixed_order.attend."""
+    """Adds the tile of tokens that begins at `tile` to its split: see fixed_order.attend."""
     keys, values, token = load_tile(
         kv_pointer, load_pages(table, tile, first, end, TILE, PAGE_SIZE), value_offset,
         page_stride, tile, first, end, columns, DIM, TILE, PAGE_SIZE, TOKEN, CODED,
@@ -221,7 +221,7 @@ def merge_attended(
     """Merges attention over `earlier` keys into `attended`, in place.
 
     attended and earlier [1, heads, T, dim]; weight and earlier_weight [1, heads, T, 1],
-    float32, are the logarithms of their normalizers. weight becomes that of both.
+    float32, are the logarithms of their normalizers. weight becomes the merged one.
     """
     _, heads, tokens, dim = attended.shape
     _merge_attended[(triton.cdiv(tokens, BLOCK_TOKENS), heads)](

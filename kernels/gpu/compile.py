@@ -1,7 +1,7 @@
 """Compiles kernels on several threads before anything is launched.
 
-Most of a compilation runs outside Python's lock. What was compiled once is in Triton's cache of
-files, and only loaded.
+Most of a compilation runs without the GIL. Kernels that were compiled before are loaded from
+Triton's file cache.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ THREADS = min(16, len(os.sched_getaffinity(0)))
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compiles the kernels that this thread would launch, and launches none.
+    """Compiles the kernels that this thread would launch within the context, and launches none.
 
-    All are compiled at its end. Results are left as they were allocated: nothing may index with
-    them, other than kernels. Other threads launch as always.
+    All are compiled when the context ends. Results are uninitialized: only kernels may index with
+    them. Other threads launch as always.
     """
     launch, parse, here = JITFunction.__getitem__, JITFunction.parse, threading.get_ident()
     parsing = threading.Lock()

@@ -1,14 +1,14 @@
 """Attention of one new token per sequence over its pages.
 
-The kernel does everything between the projection of queries, keys and values and that of the
-output: it norms and rotates the new token's query and key, stores key and value into their
+The kernel does everything between the projection of queries, keys and values and the output
+projection: it norms and rotates the new token's query and key, stores key and value into their
 page, and attends.
 
 Query heads that share a key head are rows of one matrix, so each key and value is read once.
-Several programs share a context where that fills the chip: each attends some splits in a row
-(kernels/gpu/fixed_order.py). The first merges its own, the others store each of theirs, and a
-second kernel merges these in their order. The program with the last split stores the new token
-before it reads it: no other program reads it.
+If a batch is too small to fill the chip, several programs share a context: each attends some
+successive splits (kernels/gpu/fixed_order.py). The first merges its own splits, the others store
+each of theirs, and a second kernel merges these in order. The program with the last split stores
+the new token before it reads it: no other program reads it.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from baton.kernels.gpu.splits import (
 )
 
 WIDE_BYTES = 512
-"""Heads of this size fill the registers of two warps, and shared memory with few tiles."""
+"""Heads of this size fill the registers of two warps; few of their tiles fit into shared memory."""
 
 SMALL_BYTES = 192
-"""Heads of up to this size leave room for a tile that is loaded while another one is attended. So
-half as many programs fill the chip, of four warps each."""
+"""Heads of up to this size leave room to load a tile while another one is attended. So half as many
+programs, of four warps each, fill the chip."""
 
 TINY_BYTES, MANY_PROGRAMS = 128, 1024
-"""So many programs of heads of up to this size fill the chip with one warp each."""
+"""From MANY_PROGRAMS on, one warp per program fills the chip, for heads of up to TINY_BYTES."""
 
 CODED_QUERIES = 64
-"""Least rows of a product over codes. Fewer are of other instructions, for which the compiler takes
-the numbers of a key that was a byte each in another order: other bits than a chunk's."""
+"""Fewest rows of a product over codes. Products of fewer rows use other instructions, for which the
+compiler reorders the numbers of a key decoded from bytes: the bits would differ from a chunk's."""
 
 FEW_ROWS = 16
 """Below this many sequences latency counts: more warps."""
@@ -89,7 +89,7 @@ def decode_attention(
     block_d, rest = head_columns(shape.head_dim, kv_layer.dtype)
     least = CODED_QUERIES if coded and tile == TILE else 16
     warps = 4 if coded else _warps_for(batch, shape.kv_heads, shape.head_dim * qkv.itemsize)
-    # Heads first: programs that run at the same time read neighbours in a page.
+    # Heads are the first axis: programs that run at the same time read adjacent heads of a page.
     _decode[(shape.kv_heads, batch, programs)](
         qkv,
         qkv if squares is None else squares,
@@ -143,7 +143,7 @@ def decode_attention(
 
 
 def wanted_programs(head_bytes: int) -> int:
-    """Programs that fill the chip."""
+    """How many programs fill the chip."""
     return WANTED_PROGRAMS // 2 if head_bytes <= SMALL_BYTES else WANTED_PROGRAMS
 
 
@@ -154,8 +154,8 @@ def _warps_for(batch: int, kv_heads: int, head_bytes: int) -> int:
 
 
 def tiles_ahead(tile_bytes: int) -> int:
-    """Stages of the loop over tiles: with 3, one is loaded while another one is attended; with 2,
-    other programs use that time; with 1, no more fits."""
+    """Stages of the loop over tiles. With 3, a tile is loaded while another one is attended; with
+    2, other programs use that time; 1 means that no more fits."""
     if tile_bytes > 32 << 10:
         return 1
     return 3 if tile_bytes <= SMALL_BYTES * TILE else 2
@@ -163,7 +163,7 @@ def tiles_ahead(tile_bytes: int) -> int:
 
 @triton.jit
 def _store(pointer, head, dim, DIM: tl.constexpr, CODED: tl.constexpr):
-    """head [1, BLOCK_D], as numbers or as codes with their scales."""
+    """Stores head [1, BLOCK_D], as numbers or as codes with their scales."""
     inside = (dim < DIM)[None, :]
     if CODED:
         wide = tl.where(inside, head.to(tl.float32), 0.0)
@@ -183,19 +183,19 @@ def attend_program(
     TOKEN: tl.constexpr, CODED: tl.constexpr, ALONE: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attends the tokens from `begin` to `end`, whole splits of them, and leaves what was found at
-    `out` [BLOCK_G] or in the workspace.
+    """Attends whole splits of tokens, from `begin` to `end`, and stores the result at `out`
+    [BLOCK_G] or in the workspace.
 
-    query [BLOCK_G, columns], of each block of columns; the rows `in_rows` [BLOCK_G] count; a row
-    sees the tokens from `earliest` to `position`, both [BLOCK_G, 1] or one number for all. No row
-    sees any before `first`. `place` [BLOCK_G]: of a row's first split in the workspace; `at_split`:
-    of split 0.
+    query [BLOCK_G, columns], one per block of columns; only the rows `in_rows` [BLOCK_G] count. A
+    row sees the tokens from `earliest` to `position`, both [BLOCK_G, 1] or one number for all. No
+    row sees a token before `first`. `place` [BLOCK_G] is the workspace index of a row's first
+    split, `at_split` that of split 0.
     """
     dtype: tl.constexpr = query[0].dtype
     highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_G], dtype=tl.float32)
     sums = zero_sums(BLOCK_G, BLOCK_D, REST)
-    # Two loops: with a branch in one, its loads would not run ahead.
+    # Two loops: with a branch in one loop, its loads would not be pipelined.
     if program == 0:
         all_highest, all_total, all_sums = highest, total, sums
         if SINKS:
@@ -223,7 +223,7 @@ def attend_program(
                 result = (all_sums[block] * inverse).to(dtype)
                 tl.store(out[:, None] + columns[block][None, :], result, mask=mask)
         else:
-            # What it has merged, in place of its last split.
+            # The merged splits take the place of the last one.
             _store_split(
                 sums_pointer, weights_pointer, place + mine - 1, all_highest, all_total, all_sums,
                 in_rows, columns, DIM)  # fmt: skip
@@ -249,7 +249,7 @@ def attend_program(
 def _store_split(
     sums_pointer, weights_pointer, place, highest, total, sums, in_rows, columns, DIM: tl.constexpr
 ):
-    """A split's results, at `place` [BLOCK_G] of the workspace."""
+    """Stores a split's results at `place` [BLOCK_G] of the workspace."""
     for block in tl.static_range(len(columns)):
         mask = in_rows[:, None] & (columns[block] < DIM)[None, :]
         at = sums_pointer + place[:, None] * DIM + columns[block][None, :]

@@ -1,7 +1,8 @@
-"""Attention of one long chunk with the keys and values that its heads make of latents.
+"""Attention of one long chunk over keys and values that are expanded from latents.
 
-Fewer products than over latents (kernels/gpu/latent_attention.py), and other bits: for numerics
-that allow it. A program has some queries of one head, and first the tokens that all of them see.
+It needs fewer products than attention over latents (kernels/gpu/latent_attention.py) but gives
+other bits, so it is for numerics that allow this. A program handles some queries of one head:
+first the tokens that all of them see, then the rest with a mask.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from baton.kernels.gpu.latent_projection import LatentSizes
 from baton.kernels.gpu.rotary import LOG2_E
 
 QUERIES, TOKENS = 128, 64
-"""Of a program and of a tile."""
+"""Queries per program and tokens per tile."""
 
 
 def expanded_attention(
@@ -27,10 +28,11 @@ def expanded_attention(
     sizes: LatentSizes,
     out: Tensor,
 ) -> Tensor:
-    """Queries plain [count, heads, plain] and turned [count, heads, rotated] of one sequence from
-    position `start` on, over keys [heads, tokens, plain], which turned_keys [tokens, rotated]
-    complete, and values [heads, tokens, value] -> out [count, heads, value]. Tokens are start +
-    count; heads are contiguous.
+    """Queries of one sequence from position `start` on -> out [count, heads, value].
+
+    A query is plain [count, heads, plain] and turned [count, heads, rotated]; a key is keys
+    [heads, tokens, plain] and turned_keys [tokens, rotated]. values [heads, tokens, value]. There
+    are start + count tokens; heads are contiguous.
     """
     count, heads, _ = plain.shape
     _expanded[(triton.cdiv(count, QUERIES), heads)](
@@ -65,7 +67,7 @@ def expanded_attention(
 
 @triton.jit
 def _load(pointer, row, stride, in_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [rows, SIZE] of a matrix, filled up with zeros to BLOCK columns."""
+    """Loads rows [rows, SIZE] of a matrix, padded with zeros to BLOCK columns."""
     column = tl.arange(0, BLOCK)[None, :]
     mask = in_rows[:, None] & (column < SIZE)
     return tl.load(pointer + row.to(tl.int64)[:, None] * stride + column, mask=mask, other=0.0)

@@ -1,12 +1,12 @@
-"""Products of experts: each over the rows that chose it, in tiles of some pairs of one expert.
+"""Products of experts: each expert multiplies the rows that chose it, in tiles of some pairs.
 
-A tile finds its expert among the starts of all experts' pairs. Few rows cost what reading the
-chosen experts' weights costs, many rows what their products cost: only a tile's number of pairs
-differs. As in the products of few rows (kernels/gpu/linear.py) the weights are the tall side of
-a tile and the inputs are walked in order, so that a row's bits depend on neither.
+A tile finds its expert among the starts of all experts' pairs. Few rows take as long as reading the
+chosen experts' weights, many rows as long as their products; only the pairs per tile differ. As in
+the products of few rows (kernels/gpu/linear.py) the weights are the tall side of a tile and the
+inputs are walked in order, so that a row's bits do not depend on the tile.
 
-A tile of gates and ups holds eight of either in turn: a thread then has a gate and its up. The
-last tile of an expert has the width of the pairs left, so that large tiles waste little.
+A tile of gates and ups alternates between eight of each, so that a thread has a gate and its up.
+The last tile of an expert is as wide as the pairs left need, so that large tiles waste little.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.kernels.linear import Activation
 from baton.kernels.routing import Routing
 
 STAGE_BYTES = 200 << 10
-"""Of a multiprocessor's shared memory, for what its programs load ahead."""
+"""Shared memory of a multiprocessor for what its programs load ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class GroupedTiling:
     depth: int  # inputs per iteration
     warps: int
     stages: int
-    programs: int  # that share a multiprocessor: one begins or ends while others load
-    tails: int = 0  # times that a tile's pairs are halved for the last ones of an expert
+    programs: int  # per multiprocessor: one begins or ends while others load
+    tails: int = 0  # how often a tile's pairs may be halved for the last pairs of an expert
 
     def stages_of(self, itemsize: int) -> int:
-        """Iterations loaded ahead: as many as fit."""
+        """How many iterations are loaded ahead: as many as fit."""
         turn = (self.height + self.pairs) * self.depth * itemsize
         return max(1, min(self.stages, STAGE_BYTES // self.programs // turn))
 
@@ -49,7 +49,7 @@ TILINGS = {
     22: GroupedTiling(32, 64, 128, 4, 6, 2),
     48: GroupedTiling(64, 128, 64, 4, 4, 2, 1),
 }
-"""By the mean of pairs of an expert: most experts then need one tile, though some have more."""
+"""By the mean number of pairs per expert: most experts then need one tile."""
 
 LARGEST = GroupedTiling(128, 256, 64, 8, 4, 1, 2)
 
@@ -60,13 +60,13 @@ def tiling_for(pairs: int, experts: int) -> GroupedTiling:
 
 
 def rows_of_tilings(routing: Routing) -> list[int]:
-    """Numbers of rows that meet each tiling."""
+    """Row counts that lead to each of the tilings."""
     most = [limit * routing.every // routing.per_row for limit in TILINGS]
     return [*most, most[-1] + 1]
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
-    """Tiles that any choice can need: an expert's last one may hold a single pair."""
+    """The most tiles that any choice can need: an expert's last tile may hold a single pair."""
     used = min(pairs, experts)
     return (pairs + used * (tile - 1)) // tile
 
@@ -78,8 +78,8 @@ def gated(
     activation: Activation,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Of every pair: activation(gates) * ups of norm(residual), for weight [experts, 2 * N, H] and
-    bias [experts, 2 * N], which hold gates, then ups: [pairs, N], in the order of routed.pairs."""
+    """activation(gates) * ups of norm(residual), for every pair: [pairs, N], in the order of
+    routed.pairs. weight [experts, 2 * N, H] and bias [experts, 2 * N] hold gates, then ups."""
     columns = weight.shape[1] // 2
     out = source.x.new_empty(routed.chosen.numel(), columns)
     _launch(source.x, routed, weight, bias, out, columns, activation)
@@ -87,8 +87,8 @@ def gated(
 
 
 def weighted(x: Tensor, routed: Routed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [pairs, N], in the order of routed.pairs, for weight [experts, H, N] and bias [experts, H],
-    times the pairs' weights: [per_row, T, H]."""
+    """The pairs' weights times x @ weight.T + bias: [per_row, T, H]. x [pairs, N] is in the order
+    of routed.pairs; weight [experts, H, N], bias [experts, H]."""
     (rows, per_row), outputs = routed.chosen.shape, weight.shape[1]
     out = x.new_empty(per_row, rows, outputs)
     _launch(x, routed, weight, bias, out, outputs)
@@ -140,8 +140,8 @@ def _launch(
 
 @triton.jit
 def _tile(starts_pointer, tile, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
-    """The tile's expert, and its first pair and the end of the expert's pairs. Beyond the last
-    tile the expert is EXPERTS."""
+    """The tile's expert, its first pair and the end of the expert's pairs. Beyond the last tile the
+    expert is EXPERTS."""
     lane = tl.arange(0, BLOCK)
     inside = lane < EXPERTS
     starts = tl.load(starts_pointer + lane, mask=inside, other=0)
@@ -182,7 +182,7 @@ def _grouped(
 ):
     tile = tl.program_id(1)
     if SINGLE:
-        expert = tl.load(pairs_pointer + tile)  # of each pair, in order of rank
+        expert = tl.load(pairs_pointer + tile)  # routed.chosen, in order of rank
         start, end = tile, tile + 1
     else:
         expert, start, end = _tile(starts_pointer, tile, EXPERTS, BLOCK_EXPERTS, BLOCK_M)
@@ -218,7 +218,8 @@ def _fit(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The products in a tile that fits the pairs left: BLOCK_M, or half as many TAILS times."""
+    """Computes the products in a tile that fits the pairs left: BLOCK_M wide, or halved up to TAILS
+    times."""
     if TAILS == 0 or end - start > BLOCK_M // 2:
         _products(
             pointers, expert, start, end, rows, outputs, K, PER_ROW, SINGLE, GATED, ACTIVATION,
@@ -233,7 +234,7 @@ def _fit(
 
 @triton.jit
 def _pairs(pairs_pointer, place, inside, SINGLE: tl.constexpr):
-    """The pairs at places; of a single row each is its place."""
+    """The pairs at these places. With a single row a pair equals its place."""
     if SINGLE:
         pair = tl.where(inside, place, 0)
     else:
@@ -260,15 +261,15 @@ def _products(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """An expert's products of up to BLOCK_M pairs from `start` on."""
+    """Computes an expert's products for up to BLOCK_M pairs from `start` on."""
     x_pointer, weight_pointer, bias_pointer, pairs_pointer = pointers[:4]
     sizes_pointer, weights_pointer, out_pointer = pointers[4:]
     place = start + tl.arange(0, BLOCK_M)
     in_rows = place < end
     tall = tl.arange(0, BLOCK_N)
     if GATED:
-        turned = tall // 16 * 8 + tall % 8  # of eight gates and their ups
-        # Beyond the last column the last one again: its results are not stored.
+        turned = tall // 16 * 8 + tall % 8  # eight gates, then their ups
+        # Columns beyond the last repeat it; their results are not stored.
         column = tl.minimum(tl.program_id(0) * (BLOCK_N // 2) + turned, outputs - 1)
         weight_row = expert.to(tl.int64) * (2 * outputs) + tall // 8 % 2 * outputs + column
         x_row = _pairs(pairs_pointer, place, in_rows, SINGLE).to(tl.int64) // PER_ROW
@@ -289,7 +290,7 @@ def _products(
             x = tl.load(x_at + depth, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
             weights = tl.load(weight_at + depth, mask=in_depth[None, :], other=0.0)
         sums = tl.dot(weights, x, sums, input_precision="ieee")
-    # Only now: registers are short in the loop.
+    # Loaded only now, since the loop needs all registers.
     pair = _pairs(pairs_pointer, place, in_rows, SINGLE)
     row = (pair // PER_ROW).to(tl.int64)
     dtype = out_pointer.dtype.element_ty
@@ -318,7 +319,7 @@ SUM_BLOCK = 1024
 
 
 def sum_parts(parts: Tensor) -> Tensor:
-    """parts [n, T, H] -> [T, H]: their sum, in order."""
+    """Sums parts [n, T, H] in order -> [T, H]."""
     out = torch.empty_like(parts[0])
     _sum_parts[(triton.cdiv(out.numel(), SUM_BLOCK),)](
         parts, out, out.numel(), PARTS=len(parts), BLOCK=SUM_BLOCK, num_warps=4

@@ -1,10 +1,9 @@
-"""The last products of a single row's experts, with their sum, the residual and the next norm.
+"""The down projections of a single row's experts, with their sum, the residual and the next norm.
 
-A program has some columns of all of the row's experts: as it sums them in order of rank itself,
-no kernel has to follow. The tall side of its tile are those columns of one expert after another,
-the other side the pairs' inputs. Only an expert's own pair counts of what they give, but the
-instruction has no fewer columns for a single pair. The bits are those of experts.weighted and
-norm.scale_rows.
+A program computes some columns for all of the row's experts and sums them in order of rank, so no
+second kernel is needed. The tall side of its tile has these columns of one expert after another,
+the other side the pairs' inputs. Of the results only those of an expert with its own pair are used:
+the hardware has no narrower product. The bits equal those of experts.weighted and norm.scale_rows.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from baton.kernels.gpu.prefetch import piece_for, prefetch
 from baton.kernels.gpu.routing import Routed
 
 STAGE_BYTES = 224 << 10
-"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+"""Shared memory of a multiprocessor for what a program loads ahead."""
 
 LEAST_PAIRS = 16
-"""Columns of the least product of the hardware."""
+"""Columns of the hardware's narrowest product."""
 
 TILE = 1 << 14
-"""Weights of all experts per iteration."""
+"""Weights per iteration, of all experts together."""
 WARPS = 8
 
 
@@ -40,8 +39,8 @@ def weighted_onto(
     epsilon: float,
     ahead: Tensor | None = None,
 ) -> Scaled:
-    """residual [1, H] += the sum of experts.weighted(x, routed, weight, bias), in order; and
-    scaled by `norm` [H]. `ahead`: the weights of the next product."""
+    """residual [1, H] += the sum of experts.weighted(x, routed, weight, bias), in order. Returns
+    the residual scaled by `norm` [H]. `ahead` are the weights of the next product, to prefetch."""
     (_, outputs, depth), per_row = weight.shape, routed.chosen.shape[1]
     pairs, columns = triton.next_power_of_2(per_row), square_columns(outputs)
     block_k = max(16, min(TILE // (pairs * columns), triton.next_power_of_2(depth)))
@@ -108,7 +107,7 @@ def _weighted_onto(
     rank, lane = tall // COLUMNS, tl.arange(0, BLOCK_K)
     real = rank < PER_ROW
     expert = tl.load(chosen_pointer + rank, mask=real, other=0)
-    # Beyond the last column the last one again: its results are not stored.
+    # Columns beyond the last repeat it; their results are not stored.
     column = tl.minimum(program * COLUMNS + tall % COLUMNS, outputs - 1)
     weight_row = expert.to(tl.int64) * outputs + column
     x_at = x_pointer + other[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_M]

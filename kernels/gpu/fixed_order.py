@@ -1,16 +1,16 @@
 """Sums and attention whose bits do not depend on a kernel's tiles, warps or other rows.
 
-`tl.sum` adds in an order that follows from how a tensor is spread over threads, and the
-compiler joins a product and a sum into one operation where it can. Both differ from kernel to
-kernel, so a row would differ in its last bits with the kernel that computes it. Here sums are
-exact, or trees over the columns themselves; kernels are compiled with `enable_fp_fusion=False`,
-and where one operation is wanted for both, it is an explicit `fma`.
+`tl.sum` adds in an order that depends on how a tensor is spread over threads, and the compiler
+fuses a product and a sum where it can. Both differ from kernel to kernel, so a row's last bits
+would depend on the kernel that computes it. Here sums are exact, or trees over the columns
+themselves; kernels are compiled with `enable_fp_fusion=False`, and a fused operation is an explicit
+`fma`.
 
 Attention cuts a context at multiples of SPLIT tokens. In a split, tile after tile is added to the
-sums so far, which are scaled down when a higher score comes. Splits are merged in their order.
-That is the same in every kernel, however many programs share a context. A tile or split without
-a visible token changes nothing. A head's sink, one more score, of a token without a value, comes
-before the first split.
+sums so far, which are scaled down when a higher score comes. Splits are merged in order. This is
+the same in every kernel, however many programs share a context. A tile or split without a visible
+token changes nothing. A head's sink, an additional score of a token without a value, comes before
+the first split.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TILE = 64
 """Tokens whose scores are computed together."""
 
 FLOAT32_TILE = 16
-"""The same in float32, whose products are no instructions of tensor cores but unrolled code: tiles
+"""The same in float32, whose products are unrolled code instead of tensor core instructions: tiles
 of 64 tokens took minutes to compile."""
 
 SPLIT = 128
-"""Tokens whose sums one program adds up: a multiple of TILE. Longer splits spare merging, shorter
-ones occupy more programs with one sequence."""
+"""Tokens whose sums one program adds up: a multiple of TILE. Longer splits need less merging,
+shorter ones let more programs share one sequence."""
 
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
@@ -41,8 +41,8 @@ def tile_of(dtype: torch.dtype) -> int:
 
 @triton.constexpr_function
 def square_columns(size):
-    """Columns whose squares a product of `size` outputs adds up; a row's squares are the sum of
-    these."""
+    """Columns per partial sum of squares, of a product with `size` outputs; a row's sum of squares
+    is the sum of these."""
     return 32 if size < 4096 else 64
 
 
@@ -53,13 +53,14 @@ def _halvings(size):
 
 @triton.jit
 def exact_sum(x, AXIS: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of COUNT numbers of x, none negative, along an axis: a power of two, from 4 on.
+    """Sums the COUNT numbers of x along an axis. None may be negative; COUNT is a power of two, 4
+    or more.
 
-    Each is cut into a multiple of a coarse unit and one of a fine unit. Sums of either are
-    exact in float32, and so do not depend on their order.
+    Each number is split into a multiple of a coarse unit and a multiple of a fine unit. Sums of
+    either are exact in float32, and so do not depend on their order.
     """
     bits = tl.max(x, axis=AXIS).to(tl.int32, bitcast=True)
-    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)  # of two: none is twice that
+    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)  # of two; all numbers are below twice
     # Adding this rounds to multiples of power * COUNT / 2^23.
     coarse = tl.expand_dims(power * (1.5 * COUNT), AXIS)
     fine = tl.expand_dims(power * (1.5 * COUNT) * (COUNT / 2**23), AXIS)
@@ -70,20 +71,21 @@ def exact_sum(x, AXIS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def square_sums(x, AXIS: tl.constexpr, COUNT: tl.constexpr):
-    """The sums of squares of x, float32, along an axis with COUNT numbers."""
+    """Sums of squares of x, float32, along an axis with COUNT numbers."""
     squares = x * x
     return exact_sum(squares, AXIS, COUNT) if COUNT >= 4 else tl.sum(squares, axis=AXIS)
 
 
 @triton.jit
 def part_sums(parts, AXIS: tl.constexpr, COUNT: tl.constexpr):
-    """The sums of a row's parts along an axis with COUNT numbers, a power of two."""
+    """Sums a row's parts along an axis with COUNT numbers, a power of two."""
     return exact_sum(parts, AXIS, COUNT) if COUNT >= 4 else tl.sum(parts, axis=AXIS)
 
 
 @triton.jit
 def squares_of_row(x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """x [BLOCK], float32, a row of SIZE -> its sum of squares, as products leave it in parts."""
+    """x [BLOCK], float32, a row of SIZE -> its sum of squares, added up in the parts that products
+    leave."""
     part: tl.constexpr = min(BLOCK, square_columns(SIZE))
     parts = square_sums(tl.reshape(x, (BLOCK // part, part)), 1, part)
     return part_sums(parts, 0, BLOCK // part)
@@ -97,7 +99,7 @@ def inverse_size(squares, epsilon, SIZE: tl.constexpr):
 
 @triton.jit
 def gate(gates, ups, ACTIVATION: tl.constexpr):
-    """activation(gates) * ups: see kernels/linear.Activation. Of gelu by its approximation:
+    """activation(gates) * ups: see kernels/linear.Activation. gelu is approximated:
 
     x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), with u = root(2 / pi) * (x + 0.044715 x^3)
     """
@@ -114,7 +116,7 @@ def gate(gates, ups, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def settle(product, size, bias, SCALED: tl.constexpr, BIAS: tl.constexpr):
-    """What a rounded product stands for, float32: times its row's size, plus the bias."""
+    """Applies a row's size and the bias to a rounded product, in float32."""
     if SCALED:
         settled = tl.fma(product, size, bias) if BIAS else product * size
     else:
@@ -124,8 +126,8 @@ def settle(product, size, bias, SCALED: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def thread_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [ROWS, COLUMNS] -> [ROWS, 4], in the order in which a product's result lies in registers:
-    a thread has pairs of neighbours, eight columns apart, and four threads share a row."""
+    """x [ROWS, COLUMNS] -> [ROWS, 4], each thread's sum of a product's result in registers: a
+    thread has pairs of neighbours, eight columns apart, and four threads share a row."""
     left, right = tl.split(tl.reshape(x, (ROWS, COLUMNS // 8, 4, 2)))
     x = tl.permute(left + right, (0, 2, 1))
     for level in tl.static_range(_halvings(COLUMNS // 8)):
@@ -136,17 +138,17 @@ def thread_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _row_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [ROWS, COLUMNS] -> [ROWS]: of four threads, neighbours first."""
+    """x [ROWS, COLUMNS] -> [ROWS]: adds up four threads' sums, neighbours first."""
     left, right = tl.split(tl.reshape(thread_sums(x, ROWS, COLUMNS), (ROWS, 2, 2)))
     first, second = tl.split(left + right)
     return first + second
 
 
 def columns_of(dim: int) -> tuple[int, int]:
-    """Columns of a head's block, padded to a power of two; and of the second of two blocks, if two
-    powers of two hold just `dim` (96 are 64 and 32), or 0. The first is half of the padded one.
+    """The columns of a head, padded to a power of two, and those of a second block, or 0.
 
-    Scores have the same bits either way: further columns are zero.
+    There is a second block if two powers of two add up to `dim` (96 = 64 + 32); the first block is
+    then half of the padded columns. Scores have the same bits either way: padding is zero.
     """
     size = max(16, triton.next_power_of_2(dim))
     rest = dim - size // 2
@@ -155,7 +157,7 @@ def columns_of(dim: int) -> tuple[int, int]:
 
 @triton.jit
 def column_blocks(BLOCK_D: tl.constexpr, REST: tl.constexpr):
-    """The columns of a head's blocks."""
+    """The column numbers of a head's blocks."""
     if REST > 0:
         blocks = (tl.arange(0, BLOCK_D // 2), BLOCK_D // 2 + tl.arange(0, REST))
     else:
@@ -165,7 +167,7 @@ def column_blocks(BLOCK_D: tl.constexpr, REST: tl.constexpr):
 
 @triton.jit
 def cut_columns(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr):
-    """x [ROWS, BLOCK_D] -> its blocks of columns."""
+    """Splits x [ROWS, BLOCK_D] into its blocks of columns."""
     if REST > 0:
         first, second = _column_halves(x, ROWS, BLOCK_D)
         for level in tl.static_range(_halvings(BLOCK_D // 2 // REST)):
@@ -178,7 +180,7 @@ def cut_columns(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr
 
 @triton.jit
 def zero_sums(ROWS: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr):
-    """Of each block of columns."""
+    """Zeros for the sums of each block of columns."""
     if REST > 0:
         first = tl.zeros([ROWS, BLOCK_D // 2], dtype=tl.float32)
         sums = (first, tl.zeros([ROWS, REST], dtype=tl.float32))
@@ -207,9 +209,9 @@ def attend(
     TOKENS: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Adds a tile to those before it in its split. Of each block of columns: query [ROWS, columns],
-    keys [columns, TOKENS], values [TOKENS, columns]. CAPPED: tanh comes before the scale, of
-    products times `bend`: tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
+    """Adds a tile to those before it in its split. For each block of columns: query [ROWS,
+    columns], keys [columns, TOKENS], values [TOKENS, columns]. CAPPED: products are multiplied by
+    `bend` and pass through tanh before the scale: tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
     """
     scores = tl.dot(query[0], keys[0], out_dtype=tl.float32, input_precision="ieee")
     for number in tl.static_range(1, len(query)):
@@ -242,8 +244,8 @@ def add_tile(
 
 @triton.jit
 def _weigh(highest, total, scores, seen, scale, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """A tile's weights [ROWS, TOKENS], what earlier sums are multiplied by, and each row's highest
-    score and normalizer with the tile."""
+    """Returns each row's highest score and normalizer including the tile, the factor for earlier
+    sums, and the tile's weights [ROWS, TOKENS]."""
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -255,7 +257,7 @@ def _weigh(highest, total, scores, seen, scale, ROWS: tl.constexpr, TOKENS: tl.c
 
 @triton.jit
 def fades(highest, split_highest):
-    """The highest of both, and what sums of either are multiplied by."""
+    """The higher score, and the factors for the sums of either side."""
     higher = tl.maximum(highest, split_highest)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     return higher, tl.exp2(highest - base), tl.exp2(split_highest - base)

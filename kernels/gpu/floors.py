@@ -1,10 +1,9 @@
-"""Finds the least weight that filters leave, by bisecting a range of the bits of weights.
+"""Finds the smallest weight that filters keep, by bisecting the bits of weights.
 
-Every filter needs the greatest weight at which the tokens at least as heavy are enough, by
-number or by sum. The bits of floats that are not negative order as the floats do, so that
-weight is found by bisecting a range of bits: with passes over the row while many weights are
-within the range, then among those few in registers. All sums are integers, so their order does
-not matter.
+Every filter needs the largest weight such that the tokens at least as heavy are enough, by number
+or by sum. Floats that are not negative have the same order as their bits, so this weight is found
+by bisecting a range of bits: with passes over the row while many weights are within the range, then
+among the remaining few in registers. All sums are integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import triton
 import triton.language as tl
 
 WEIGHT_ONE = tl.constexpr(2.0**40)
-ONE_BITS = tl.constexpr(0x53800000)  # of WEIGHT_ONE as float32
-ZERO_BITS = tl.constexpr(0x3F7FFFFF)  # just below the least weight but 0, which is 1.0
+ONE_BITS = tl.constexpr(0x53800000)  # bits of WEIGHT_ONE as float32
+ZERO_BITS = tl.constexpr(0x3F7FFFFF)  # just below 1.0, the smallest weight that is not 0
 
 
 @triton.jit
 def load_weights(logits, start, best, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The weights of BLOCK tokens of a row, whole numbers in float32; 0 beyond the row.
 
-    scale is the logarithm of e to base 2, over the temperature.
+    scale is log2(e) / temperature.
     """
     token = start + tl.arange(0, BLOCK)
     logit = tl.load(logits + token, mask=token < SIZE, other=float("-inf")).to(tl.float32)
@@ -36,7 +35,7 @@ def _heavy(weights, floor):
 
 @triton.jit
 def _measure(logits, best, scale, floor, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of a row's weights have bits of at least `floor`, and their sum."""
+    """Counts and sums a row's weights whose bits are at least `floor`."""
     counts = tl.zeros([BLOCK], dtype=tl.int32)
     sums = tl.zeros([BLOCK], dtype=tl.int64)
     for start in tl.range(0, SIZE, BLOCK, num_stages=3):
@@ -72,7 +71,7 @@ def _measure_both(logits, best, scale, low, high, SIZE: tl.constexpr, BLOCK: tl.
 def _pick(logits, best, scale, low, high, spare, picked, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the weights with bits in [low, high) to spare, in any order; counts them in picked."""
     tl.store(picked, 0)
-    # Threads read what others of this program wrote, here and in an earlier call.
+    # Threads read what other threads wrote, here and in an earlier call.
     tl.debug_barrier()
     for start in tl.range(0, SIZE, BLOCK, num_stages=3):
         weights = load_weights(logits, start, best, scale, SIZE, BLOCK)
@@ -108,10 +107,10 @@ def _raise_floor(
     BLOCK: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """The greatest floor at or above `low` whose tokens are still enough, their number and sum.
+    """The highest floor from `low` on whose tokens are enough, with their number and sum.
 
-    Enough is a sum of at least `needed`, or a number. At `low` they are taken to be enough;
-    `middle`, at or above it, is already measured.
+    They are enough if their sum (BY_SUM) or number is at least `needed`. Those at `low` are assumed
+    to be; `middle`, at or above it, is measured already.
     """
     high = tl.full([], ONE_BITS + 1, dtype=tl.int32)
     high_count = tl.full([], 0, dtype=tl.int32)
@@ -132,7 +131,7 @@ def _raise_floor(
         lane = tl.arange(0, SPARE)
         weights = tl.load(spare + lane, mask=lane < low_count - high_count, other=0.0)
         above_count, above_sum = high_count, high_sum
-        # A single weight left within the range is the result.
+        # The last weight left within the range is the result.
         while (low_count - high_count > 1) & (high - low > 1):
             middle = low + (high - low) // 2
             heavy = _heavy(weights, middle)
@@ -159,9 +158,9 @@ def filtered_floor(
     BLOCK: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """The bits of the least weight that top_k and, of what it leaves, top_p leave.
+    """The bits of the smallest weight that top_k and then top_p keep.
 
-    spare: room for SPARE weights; picked: for an int32.
+    spare has room for SPARE weights, picked for an int32.
     """
     floor = tl.full([], ZERO_BITS, dtype=tl.int32)
     # A quarter of the range below the best: filters rarely keep weights under 2^-10 of it.

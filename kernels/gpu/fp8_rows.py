@@ -1,12 +1,12 @@
 """Products in FP8 on a GPU (kernels/fp8.py): rows become codes, then the matrix library multiplies.
 
 Tensor cores add FP8 products with 14 bits; every 128 inputs these sums are added up in float32,
-in order. The library does so unless it is told to be fast, and kernels/gpu/linear.py does too: a
-row has the same bits in both.
+in order. The library does so unless `use_fast_accum` is set, and kernels/gpu/linear.py does too, so
+a row has the same bits in both.
 
-Without scales of its own for each row and output the library is up to twice as fast. A product onto
-the residual is made so: its sums are rounded, and the kernel that adds them applies their scales.
-The kernels that read other products would take longer for the scales than the library.
+Without scales per row and output the library is up to twice as fast. Products onto the residual use
+this: their sums are rounded, and the kernel that adds them applies the scales. For other products
+the kernels that read them would take longer for the scales than the library does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from baton.kernels.fp8 import FP8, INVERSE_MOST, LEAST_PEAK, MOST, Fp8Weight
 
 LIBRARY_MULTIPLE = 16
-"""Of inputs and of outputs, for the matrix library's products."""
+"""The matrix library multiplies weights whose inputs and outputs are multiples of this."""
 
 SCALED_BLOCK = 1024
 """Numbers of a row that one program scales."""
@@ -47,7 +47,7 @@ def library_product(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) 
 
 
 class Fp8Scales(NamedTuple):
-    """Of a product's rows [M] and outputs [N], float32."""
+    """Scales of a product's rows [M] and outputs [N], float32."""
 
     rows: Tensor
     outputs: Tensor
@@ -60,7 +60,7 @@ class Fp8Sums(NamedTuple):
     scales: Fp8Scales
 
     def scaled(self) -> Tensor:
-        """The product; in place."""
+        """Applies the scales in place and returns the product."""
         rows, outputs = self.sums.shape
         grid = rows, triton.cdiv(outputs, SCALED_BLOCK)
         _scale[grid](self.sums, *self.scales, outputs, BLOCK=SCALED_BLOCK, enable_fp_fusion=False)
@@ -68,7 +68,7 @@ class Fp8Sums(NamedTuple):
 
 
 def library_sums(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Fp8Sums:
-    """x [M, K] @ weight.T, in dtype."""
+    """x [M, K] @ weight.T in dtype, without its scales."""
     codes, scales = fp8_rows(x) if isinstance(x, Tensor) else x
     one = _one(codes.device)
     sums = torch._scaled_mm(
@@ -88,7 +88,7 @@ def empty_rows(rows: int, size: int, device: torch.device) -> Fp8Rows:
 
 
 def row_warps(block: int) -> int:
-    """Of a program that reads a row of `block` elements."""
+    """Warps of a program that reads a row of `block` elements."""
     return min(max(block // 512, 1), 16)
 
 
@@ -109,7 +109,7 @@ def _fp8_rows(x_pointer, codes_pointer, scales_pointer, SIZE: tl.constexpr, BLOC
 
 @triton.jit
 def store_codes(codes_pointer, scales_pointer, x, row, column, SIZE: tl.constexpr):
-    """Those of a row x, float32, zero beyond SIZE."""
+    """Stores the codes and the scale of a row x, float32, zero beyond SIZE."""
     peak = tl.maximum(tl.max(tl.abs(x), axis=0), LEAST)
     codes = (x * tl.div_rn(GREATEST, peak)).to(codes_pointer.dtype.element_ty)
     tl.store(codes_pointer + row * SIZE + column, codes, mask=column < SIZE)
@@ -128,7 +128,7 @@ def _scale(sums_pointer, rows_pointer, outputs_pointer, outputs, BLOCK: tl.const
 
 @triton.jit
 def apply_scales(sums, row_scales, output_scales):
-    """The product that rounded sums stand for, rounded like them."""
+    """Applies scales to rounded sums and rounds the product in the same way."""
     return (sums.to(tl.float32) * output_scales * row_scales).to(sums.dtype)
 
 

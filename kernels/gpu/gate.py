@@ -1,4 +1,4 @@
-"""The gate of an MLP, after a product of many rows."""
+"""The gated activation of an MLP, after a product of many rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GATE_BLOCK = 1024
 def gate_and_multiply(
     gate_up: Tensor, source: Scaled, bias: Tensor | None, activation: Activation
 ) -> Tensor:
-    """gate_up [T, 2 * size], the product of `source` -> activation(gate) * up, [T, size]."""
+    """activation(gate) * up, [T, size], for gate_up [T, 2 * size], the product of `source`."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     grid = rows, triton.cdiv(size, GATE_BLOCK)
@@ -29,7 +29,7 @@ def gate_and_multiply(
 def gate_to_codes(
     gate_up: Tensor, source: Scaled, bias: Tensor | None, activation: Activation
 ) -> Fp8Rows:
-    """The codes of what gate_and_multiply returns, without writing that."""
+    """As gate_and_multiply, but returns FP8 codes."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     found, block = empty_rows(rows, size, gate_up.device), triton.next_power_of_2(size)
     _launch((rows, 1), gate_up, source, bias, activation, found, block, row_warps(block))
@@ -80,7 +80,7 @@ def _gate_and_multiply(
     CODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With CODES, of a whole row."""
+    """With CODES a program has a whole row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

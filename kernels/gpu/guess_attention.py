@@ -1,8 +1,8 @@
 """Attention of a sequence's last token and its guesses over its pages.
 
-As kernels/gpu/decode_attention.py, for rows of one sequence that see each other: they are rotated
-and stored before, and those of one sequence are rows of one matrix, with their query heads, so each
-key and value is read once for all of them.
+As kernels/gpu/decode_attention.py, but for several rows per sequence, which see each other. So they
+are rotated and stored before. Rows of a sequence, with their query heads, are rows of one matrix,
+so each key and value is read once for all of them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from baton.kernels.gpu.rotary import HeadShape
 from baton.kernels.gpu.splits import SplitWorkspace, merge_splits, programs_for
 
 QUERIES = 32
-"""Query heads of a program, of all its rows; more would be no faster to read for."""
+"""Query heads per program, over all of its rows; more would not save reads."""
 
 FLOAT32_QUERIES = 16
 
 ROWS_OF_SEQUENCE = 4
-"""Of a step with guesses, about."""
+"""Approximate rows per sequence in a step with guesses."""
 
 
 def rows_together(heads: int, kv_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> int:
-    """Rows of a sequence that one program attends."""
+    """How many rows of a sequence one program attends."""
     return max(1, _queries(dtype, kv_dtype) // (heads // kv_heads))
 
 
@@ -51,12 +51,12 @@ def guess_attention(
     """qkv [T, (heads + 2 * kv_heads) * dim], rotated and stored -> out [T, heads * dim].
 
     blocks [n, 4], int32, lists up to `rows_together` neighbouring rows of one sequence each, as in
-    kernels/gpu/chunk_attention.py; the rest as in decode_attention.
+    kernels/gpu/chunk_attention.py; the other arguments are as in decode_attention.
     """
     rows, group = len(qkv), shape.heads // shape.kv_heads
     together = rows_together(shape.heads, shape.kv_heads, qkv.dtype, kv_layer.dtype)
     programs = programs_for(rows, shape.kv_heads)
-    if programs > 1:  # fewer sequences than rows share the chip
+    if programs > 1:  # the grid is by sequence, of which there are fewer than rows
         programs = programs_for(triton.cdiv(rows, ROWS_OF_SEQUENCE), shape.kv_heads)
     tile, coded = tile_of(qkv.dtype), is_coded(kv_layer.dtype)
     block_d, rest = head_columns(shape.head_dim, kv_layer.dtype)

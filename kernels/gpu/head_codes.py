@@ -1,10 +1,10 @@
-"""Keys and values as codes, of a byte each with one scale for a head of a token, or of four bits
-with a scale and a middle for each group of numbers.
+"""Keys and values as codes: one byte each, with one scale per head of a token, or four bits each,
+with a scale and a middle per group of numbers.
 
-Codes are int8 or, in FP8, e4m3; memory in uint8 has int4. Their scales are in the bytes behind them
-(kernels/cache.py). A head is encoded where it is stored, and decoded where it is read, to the dtype
-of the queries: a key has the same bits in every kernel. kernels/integers.py is the twin of int8,
-kernels/half_bytes.py that of int4.
+Codes are int8 or FP8 (e4m3); memory in uint8 has int4. Scales are in the bytes behind the codes
+(kernels/cache.py). A head is encoded when it is stored and decoded to the dtype of the queries
+when it is read, so a key has the same bits in every kernel. kernels/integers.py has int8 in torch,
+kernels/half_bytes.py int4.
 
 A byte of int4 has codes of both halves of a head, so a tile of bytes becomes two blocks of columns
 (kernels/gpu/fixed_order.py): nothing is interleaved, and each byte is loaded once.
@@ -23,7 +23,7 @@ from baton.kernels.integers import LEAST_PEAK
 from baton.kernels.integers import MOST as MOST_INT8
 
 CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
-"""What the memory of pages may hold instead of numbers."""
+"""Dtypes of pages that hold codes."""
 
 
 def is_coded(dtype: torch.dtype) -> bool:
@@ -31,7 +31,8 @@ def is_coded(dtype: torch.dtype) -> bool:
 
 
 def head_columns(head_dim: int, stored: torch.dtype) -> tuple[int, int]:
-    """As fixed_order.columns_of, for what pages hold: both halves of int4, one block of others."""
+    """As fixed_order.columns_of, for stored heads: two blocks, the halves, for int4, and one for
+    other codes."""
     size, rest = columns_of(head_dim)
     if stored == torch.uint8:
         half = head_sizes.gpu_half(head_dim)
@@ -41,8 +42,8 @@ def head_columns(head_dim: int, stored: torch.dtype) -> tuple[int, int]:
 
 @triton.jit
 def encode_heads(heads, dim, DIM: tl.constexpr, CODE: tl.constexpr):
-    """heads [n, size], float32, 0 beyond DIM of them; dim [size]: columns -> codes, their scales,
-    and what both stand for, float32."""
+    """heads [n, size], float32, 0 beyond column DIM -> codes, their scales, and the decoded
+    numbers, float32. dim [size] are the columns."""
     if tl.uint8 == CODE:
         codes, scales, numbers = _encode_halves(heads, dim, DIM)
     else:
@@ -53,7 +54,7 @@ def encode_heads(heads, dim, DIM: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def store_codes(pointers, codes, scales, dim, kept, DIM: tl.constexpr):
-    """Stores what encode_heads made, at pointers [n], of the heads that are `kept` [n]."""
+    """Stores the codes and scales of encode_heads at pointers [n], for the heads `kept` [n]."""
     if in_halves(pointers.dtype):
         _store_halves(pointers, codes, scales, kept, DIM)
     else:
@@ -75,27 +76,27 @@ def _encode(heads, CODE: tl.constexpr):
 
 @triton.jit
 def decode(codes, scales, DTYPE: tl.constexpr):
-    """codes, with scales that broadcast to them -> what they stand for."""
+    """Decodes codes; scales broadcast to them."""
     return (codes.to(tl.float32) * scales).to(DTYPE)
 
 
 @triton.jit
 def scales_at(codes_pointer):
-    """Pointers to scales, of those to the bytes behind codes."""
+    """Turns pointers to the bytes behind codes into pointers to scales."""
     return codes_pointer.to(tl.pointer_type(tl.float32), bitcast=True)
 
 
 @triton.constexpr_function
 def in_halves(pointer_type):
-    """Whether memory has int4."""
+    """True if the memory holds int4."""
     return pointer_type.element_ty == tl.uint8
 
 
 @triton.jit
 def _encode_halves(heads, dim, DIM: tl.constexpr):
-    """heads [n, size], float32, of which DIM count; dim [size]: columns -> bytes [n, size / 2],
-    words [n, size / GROUP] with scales and middles, and what these stand for [n, size], float32.
-    size is at least 2 * GROUP."""
+    """heads [n, size], float32, whose first DIM columns count -> bytes [n, size / 2], words
+    [n, size / GROUP] with scales and middles, and the decoded numbers [n, size], float32. dim
+    [size] are the columns. size is at least 2 * GROUP."""
     n: tl.constexpr = heads.shape[0]
     size: tl.constexpr = heads.shape[1]
     inside = (dim < DIM)[None, :]
@@ -119,14 +120,14 @@ def _encode_halves(heads, dim, DIM: tl.constexpr):
 
 @triton.jit
 def _upper_bits(x):
-    """x rounded to bfloat16, as the bits of a float32; Triton's interpreter would cut it off."""
+    """x rounded to bfloat16, as the bits of a float32. Triton's interpreter would truncate it."""
     bits = x.to(tl.uint32, bitcast=True)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
 
 
 @triton.jit
 def _store_halves(pointers, packed, words, kept, DIM: tl.constexpr):
-    """Stores what _encode_halves made, at pointers [n] to the heads' bytes, of those `kept` [n]."""
+    """Stores bytes and words of _encode_halves at pointers [n], for the heads `kept` [n]."""
     half: tl.constexpr = packed.shape[1]
     byte, group = tl.arange(0, half), tl.arange(0, words.shape[1])
     tl.store(pointers[:, None] + byte[None, :], packed, mask=kept[:, None])
@@ -136,7 +137,7 @@ def _store_halves(pointers, packed, words, kept, DIM: tl.constexpr):
 
 @triton.jit
 def load_halves(pointers, there, HALF: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """The numbers [n, HALF] of both halves of heads at pointers [n], of those `there` [n]."""
+    """Loads both halves [n, HALF] of heads at pointers [n], decoded, for the heads `there` [n]."""
     byte = tl.arange(0, HALF)[None, :]
     packed = tl.load(pointers[:, None] + byte, mask=there[:, None], other=0)
     words = words_at(pointers + HALF)
@@ -149,7 +150,7 @@ def load_halves(pointers, there, HALF: tl.constexpr, DIM: tl.constexpr, DTYPE: t
 def _decode_half(
     codes, words_pointer, there, FIRST: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """codes [n, half] of numbers from FIRST on -> what they stand for, 0 beyond DIM."""
+    """Decodes codes [n, half] of numbers from FIRST on; 0 beyond DIM."""
     n: tl.constexpr = codes.shape[0]
     half: tl.constexpr = codes.shape[1]
     groups: tl.constexpr = half // GROUP
@@ -168,7 +169,7 @@ def _decode_half(
 
 @triton.jit
 def words_at(codes_pointer):
-    """Pointers to groups' words, of those to the bytes behind codes."""
+    """Turns pointers to the bytes behind codes into pointers to groups' words."""
     return codes_pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
 
 

@@ -1,4 +1,4 @@
-"""Products of heads, each with a weight of its own."""
+"""Products of heads, each with its own weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MANY_ROWS = 256
 def head_products(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """x [T, heads, K] and weight [heads, N, K] -> the first N of out [T, heads, N or more].
 
-    Inputs are walked in order, so that a row's bits do not depend on the others.
+    Inputs are walked in order, so that a row's bits do not depend on the other rows.
     """
     rows, (heads, outputs, depth) = len(x), weight.shape
     block_m, block_n, block_k, warps = tiling_of(rows, outputs, depth)
@@ -40,7 +40,7 @@ def head_products(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 
 def tiling_of(rows: int, outputs: int, depth: int) -> tuple[int, int, int, int]:
-    """Rows, outputs and inputs of a tile, and warps: small tiles until there are many."""
+    """Rows, outputs and inputs of a tile, and its warps: small tiles for few rows."""
     depth = max(16, triton.next_power_of_2(depth))
     if rows <= MANY_ROWS:
         return (16 if rows <= 16 else 32 if rows <= 32 else 64), 32, min(128, depth), 4
@@ -87,7 +87,7 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of x [rows, K] @ weight [N, K].T."""
+    """Computes and stores a tile of x [rows, K] @ weight [N, K].T."""
     row, column = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     in_rows, in_columns = (row < rows)[:, None], (column < N)[:, None]

@@ -1,13 +1,13 @@
 """Attention of chunks over pages on Hopper.
 
-The same sums in the same order as kernels/gpu/chunk_attention.py, so the same bits, but in
-Gluon, which says which warps do what. Two warps have the chip's copy engine load ahead, page by
-page: one queries and keys, one values. Two groups of four warps attend 64 queries each to the same
-tiles: while one computes exponentials, the other's products run. A group starts the scores of the
-next tile before it adds up this one.
+The same sums in the same order as kernels/gpu/chunk_attention.py, so the same bits, but in Gluon,
+which assigns work to warps. Two warps load ahead with the copy engine (TMA), page by page: one
+queries and keys, one values. Two groups of four warps attend 64 queries each to the same tiles:
+while one computes exponentials, the other's products run. A group starts the scores of the next
+tile before it adds up this one.
 
 There are as many programs as fit on the chip. Each takes blocks in turn, so that the next block
-is loaded while one ends, and a block of no rows costs nothing.
+is loaded while one ends, and a block without rows costs nothing.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ TILES = gl.constexpr(SPLIT.value // TILE.value)
 BLOCK_QUERIES: int = GROUPS.value * GROUP_QUERIES.value
 """Tokens of one entry of `blocks`."""
 PART = gl.constexpr(64)
-"""Columns: 128 bytes, which the copy engine lays out as products want them."""
+"""Columns per copy: 128 bytes, which the copy engine swizzles as products need them."""
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value, 16]))
 """How scores lie in a group's registers."""
 REGISTERS = gl.constexpr([GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
-"""Of a thread of the second group and of either loader; the first group has what is left."""
+"""Registers per thread of the second group and of each loader; the first group gets the rest."""
 ROOMS = {64: 4, 128: 2}
-"""Splits of keys, and as many of values, on the chip at a time, by head size."""
+"""Splits of keys, and as many of values, in shared memory at a time, by head size."""
 
 # Its name changed after Triton 3.6.
 _shared = gl.shared_memory_descriptor
@@ -64,7 +64,7 @@ def supports(kv_layer: Tensor, shape: HeadShape) -> bool:
 
 
 def copies_pages(kv_layer: Tensor) -> bool:
-    """Whether a chip's copy engine can load these pages, and its products add them up."""
+    """True if the GPU's copy engine can load these pages and its products support their type."""
     if kv_layer.device.type != "cuda" or kv_layer.dtype not in ELEMENTS:
         return False
     aligned = kv_layer.stride(0) % kv_layer.stride(2) == 0
@@ -88,7 +88,7 @@ def attend(
     """As chunk_attention."""
     (pages, _, page_size, _, dim), token = kv_layer.shape, kv_layer.stride(2)
     stride = kv_layer.stride(0) // token
-    # All tokens of the pool, values a page's size after their keys.
+    # All tokens of the pool; values are page_size rows after their keys.
     tokens = kv_layer.as_strided(((pages - 1) * stride + 2 * page_size, token), (token, 1))
     layout = gl.NVMMASharedLayout.get_default_for([TILE.value, PART.value], ELEMENTS[qkv.dtype])
     boxes = ((qkv, GROUP_QUERIES.value), (tokens, min(page_size, TILE.value)))
@@ -142,7 +142,7 @@ def _chunks(
     query_rooms = reinterpret(query_parts, element, [GROUPS, GROUP_QUERIES, DIM], queries.layout)
     key_rooms = reinterpret(key_boxes, element, [count, TILE, DIM], tokens.layout)
     value_rooms = reinterpret(value_boxes, element, [count, TILE, DIM], tokens.layout)
-    # Of splits of keys, then of values, and last of queries.
+    # Barriers for splits of keys, then of values, then for queries.
     there = gl.allocate_shared_memory(gl.int64, [2 * ROOMS + 1, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [2 * ROOMS + 1, 1], mbarrier.MBarrierLayout())
     for room in gl.static_range(2 * ROOMS + 1):
@@ -170,8 +170,8 @@ def _chunks(
 
 @gluon.jit
 def _item(turn, work, HEADS: gl.constexpr):
-    """A head, and first row, position of that row, count and sequence of a block. Programs take
-    blocks forth and back, as the first blocks see the most."""
+    """A head, and a block's first row, position of that row, count and sequence. Programs take
+    blocks back and forth, since the first blocks see the most tokens."""
     program, programs, items, blocks_pointer, _ = work
     place = gl.where(turn % 2 == 0, program, programs - 1 - program)
     item = turn * programs + place
@@ -183,8 +183,8 @@ def _item(turn, work, HEADS: gl.constexpr):
 
 @gluon.jit
 def _span(start, count, window):
-    """The first token that a block sees, its first split, the first with a mask, and the end of
-    the last. Splits before the mask are seen wholly by all rows."""
+    """The first token that a block sees, its first split, the first masked split, and the end of
+    the last. All rows see all tokens of splits before the masked ones."""
     end = start + count
     seen = gl.to_tensor(0)
     masked = gl.minimum(start + 1, end - 1) // SPLIT * SPLIT
@@ -200,9 +200,9 @@ def _load(
     PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
     ROOMS: gl.constexpr,
 ):  # fmt: skip
-    """Loads the keys or the values of all blocks, a split as soon as there is room for it: pages,
-    or parts of pages, as boxes. Boxes that no row sees are `nowhere`: zeros. The first also loads
-    queries."""
+    """Loads the keys or the values of all blocks, each split as soon as there is room for it. A box
+    is a page or a part of one; boxes that no row sees are read at `nowhere`, as zeros. The loader
+    of keys also loads queries."""
     tokens, table_pointer, table_stride, page_stride, nowhere = source
     parts: gl.constexpr = DIM // PART
     height: gl.constexpr = tokens.block_type.shape[0]
@@ -249,7 +249,7 @@ def _attend(
     GROUP: gl.constexpr, sinks_pointer, out_pointer, rooms, work, scale, HEADS: gl.constexpr,
     DIM: gl.constexpr, SINKS: gl.constexpr, ROOMS: gl.constexpr,
 ):  # fmt: skip
-    """One group's queries of all blocks."""
+    """Attends one group's queries of all blocks."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     number, block = gl.to_tensor(0), gl.to_tensor(0)
     for turn in range(gl.cdiv(work[2], work[1])):
@@ -279,7 +279,7 @@ def _attend(
 
 @gluon.jit
 def _skip_block(number, span, there, done, ROOMS: gl.constexpr):
-    """Does not use what is loaded, as the block is short."""
+    """Releases a block's loads without using them: the block has no rows for this group."""
     mbarrier.arrive(done.index(2 * ROOMS))
     for _ in range(span[1], span[3], SPLIT):
         for kind in gl.static_range(2):
@@ -294,8 +294,8 @@ def _attend_block(
     query, sink, number, start, last, span, scale, window, rooms, layout: gl.constexpr,
     DIM: gl.constexpr, SINKS: gl.constexpr, ROOMS: gl.constexpr,
 ):  # fmt: skip
-    """Attends queries from position `start` on to all splits, the first of which is the
-    program's `number`. Tokens end at `last`."""
+    """Attends queries from position `start` on to all splits. `number` counts the program's splits;
+    tokens end at `last`."""
     _, first, masked, end = span
     position = start + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, LAYOUT))
     total = gl.zeros([GROUP_QUERIES], gl.float32, gl.SliceLayout(1, layout))
@@ -327,8 +327,8 @@ def _attend_block(
 
 @gluon.jit
 def _clear(number, count, rooms, DIM: gl.constexpr, ROOMS: gl.constexpr):
-    """Makes a split's values zero from the token `count` on: pages may hold anything there. Boxes
-    after that token's are zeros already. Each group does it, to the same effect."""
+    """Zeroes a split's values from token `count` on: pages may hold anything there. Later boxes are
+    zeros already. Both groups write the same."""
     boxes, there = rooms[3], rooms[4]
     room = number % ROOMS
     height: gl.constexpr = boxes.shape[1]
@@ -352,8 +352,8 @@ def _merge_split(
     query, scores, state, number, split, place, rooms, layout: gl.constexpr,
     MASKED: gl.constexpr, AHEAD: gl.constexpr, DIM: gl.constexpr, ROOMS: gl.constexpr,
 ):  # fmt: skip
-    """Attends to a split, the scores of whose first tile are there. AHEAD: also computes those of
-    the next split's first tile."""
+    """Attends to a split whose first tile has its scores already. AHEAD: also computes the scores
+    of the next split's first tile."""
     _, key_rooms, value_rooms, _, there, done = rooms
     highest, total, sums = state
     rows: gl.constexpr = gl.SliceLayout(1, layout)

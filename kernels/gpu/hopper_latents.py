@@ -1,15 +1,15 @@
 """Attention of chunks over latents on Hopper.
 
-The same sums in the same order as kernels/gpu/latent_attention.py, so the same bits, but in
-Gluon, which says which warps do what. A program has 64 rows, each a head of a token, as all heads
-attend to the same latents. A split of 128 tokens lies on the chip once, in parts of 64 columns,
-for scores and for values. There is room for no more: a warp for each of the split's two tiles has
-the copy engine refill a part, page by page, as soon as its values are added up.
+The same sums in the same order as kernels/gpu/latent_attention.py, so the same bits, but in Gluon,
+which assigns work to warps. A program has 64 rows, each a head of a token, since all heads attend
+to the same latents. Shared memory holds one split of 128 tokens, in parts of 64 columns, for scores
+and for values. There is room for no more: one warp per tile of the split refills a part with the
+copy engine (TMA), page by page, as soon as its values are added up.
 
-Two groups of four warps each compute the scores of one of the split's two tiles, write their
-weights for both to read (in place of the tile's rotated part, which nobody needs any more), and
-add up every second part of the values. So no score is computed twice, and of the split's sums,
-which registers could not hold beside those of all splits, only two parts are there at a time.
+Each of two groups of four warps computes the scores of one of the split's two tiles, writes its
+weights for both groups (in place of the tile's rotated part, which is not needed any more), and
+adds up every second part of the values. So no score is computed twice, and registers, which could
+not hold a split's sums beside those of all splits, hold only two parts of them at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)
 RANK, ROTATED = gl.constexpr(512), gl.constexpr(64)
 ROWS = gl.constexpr(64)
 PARTS = gl.constexpr((RANK.value + ROTATED.value) // PART.value)
-# How scores and parts of sums lie in a group's registers, and what belongs to their rows.
+# The layout of scores and of parts of sums in a group's registers, and of numbers per row.
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
 BY_ROW = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
 
@@ -110,7 +110,7 @@ def _chunk(
     table = table_pointer + gl.load(entry + 3).to(gl.int64) * table_stride
     from_row = gl.program_id(0) * ROWS
     rows = count * HEADS
-    # Splits that all rows see wholly, then one or more with a mask; none, if there is no row.
+    # Splits of which all rows see all tokens, then one or more with a mask; none without rows.
     masked = (start + from_row // HEADS + 1) // SPLIT * SPLIT
     end = start + (gl.minimum(from_row + ROWS, rows) - 1) // HEADS + 1
     if from_row >= rows:
@@ -131,7 +131,7 @@ def _chunk(
     )
     there = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    # Of queries, of the first tile's highest scores, and of either tile's weights.
+    # Barriers for queries, for the first tile's highest scores, and for each tile's weights.
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for part in gl.static_range(PARTS):
         mbarrier.init(there.index(part), count=2)
@@ -168,9 +168,9 @@ def _load(
     span,
     PAGE_SIZE: gl.constexpr,
 ):
-    """Loads a group's tiles, each part as soon as there is room for it: pages, or parts of pages,
-    as boxes. Boxes after the last token are `nowhere`: zeros. The first group's queries are
-    everybody's."""
+    """Loads a group's tiles, each part as soon as there is room for it. A box is a page or a part
+    of one; boxes after the last token are read at `nowhere`, as zeros. The first group's loader
+    also loads the queries of both groups."""
     query_parts, _, _, there, done, ready = rooms
     latents, table, page_stride, nowhere = source
     end = span[1]
@@ -200,7 +200,7 @@ def _load(
 
 @gluon.jit
 def _attend(GROUP: gl.constexpr, out_pointer, rooms, span, place, HEADS: gl.constexpr):
-    """One group's tiles and parts, over all splits."""
+    """Attends one group's tiles and parts of all splits."""
     first_row, rows, start, from_row, scale = place
     masked, end = span
     row = from_row + gl.arange(0, ROWS, BY_ROW)
@@ -228,7 +228,7 @@ def _merge_split(GROUP: gl.constexpr, state, split, place, rooms, MASKED: gl.con
     end, position, scale = place
     done, turn = rooms[4], (split // SPLIT) & 1
     highest, total, sums0, sums1, sums2, sums3 = state
-    # Zero. Without it the places of all parts would be computed before the loop, and spilled.
+    # Zero. Without it the addresses of all parts would be computed before the loop, and spilled.
     here = split >> 30
     scores = _scores(GROUP, rooms, here, turn)
     if MASKED:
@@ -237,7 +237,7 @@ def _merge_split(GROUP: gl.constexpr, state, split, place, rooms, MASKED: gl.con
         if split + SPLIT > end:
             _clear(GROUP, rooms[1], end - split - GROUP * TILE)
     found = _weigh(GROUP, scores, scale, rooms, turn, MASKED)
-    # The first tile's products run while the groups await each other's weights.
+    # The first tile's products run while the groups wait for each other's weights.
     parts = (rooms[1], here)
     first = _first_tile(GROUP, parts)
     second = _first_tile(2 + GROUP, parts)
@@ -262,7 +262,7 @@ def _merge_split(GROUP: gl.constexpr, state, split, place, rooms, MASKED: gl.con
 
 @gluon.jit
 def _scores(GROUP: gl.constexpr, rooms, here, turn):
-    """Products of the queries and the group's tile, part by part as they come."""
+    """Multiplies queries and the group's tile, part by part as they arrive."""
     query_parts, parts, there = rooms[0], rooms[1], rooms[3]
     scores = gl.zeros([ROWS, PART], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
@@ -276,7 +276,7 @@ def _scores(GROUP: gl.constexpr, rooms, here, turn):
 
 @gluon.jit
 def _clear(GROUP: gl.constexpr, parts, count):
-    """Makes the tile's values zero from the token `count` on: pages may hold anything there."""
+    """Zeroes the tile's values from token `count` on: pages may hold anything there."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     there = (gl.arange(0, TILE, gl.SliceLayout(1, layout)) < count)[:, None]
     for part in gl.static_range(PARTS - 1):
@@ -286,8 +286,8 @@ def _clear(GROUP: gl.constexpr, parts, count):
 
 @gluon.jit
 def _weigh(GROUP: gl.constexpr, scores, scale, rooms, turn, MASKED: gl.constexpr):
-    """Writes the group's weights and awaits the first tile's. Finds the highest scores of the
-    first tile and up to the group's, and the weights' sums."""
+    """Writes the group's weights and waits for the first tile's. Returns the highest scores of the
+    first tile, the highest up to the group's tile, and the weights' sums."""
     parts, notes, ready = rooms[1], rooms[2], rooms[5]
     higher = gl.max(scores, axis=1) * scale
     if GROUP == 0:
@@ -314,7 +314,7 @@ def _weigh(GROUP: gl.constexpr, scores, scale, rooms, turn, MASKED: gl.constexpr
 
 @gluon.jit
 def _exchange(GROUP: gl.constexpr, found, rooms, turn, MASKED: gl.constexpr):
-    """Has the second tile's weights there; what the first tile's sums are multiplied by; the
+    """Waits for the second tile's weights. Returns the factor for the first tile's sums, and the
     split's highest scores and normalizers."""
     notes, ready = rooms[2], rooms[5]
     first_highest, higher, sums = found
@@ -333,13 +333,13 @@ def _exchange(GROUP: gl.constexpr, found, rooms, turn, MASKED: gl.constexpr):
 
 @gluon.jit
 def _base(highest, MASKED: gl.constexpr):
-    """What scores are compared to."""
+    """What is subtracted from scores."""
     return gl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
 
 
 @gluon.jit
 def _first_tile(part: gl.constexpr, parts):
-    """Starts the sums of a part's columns."""
+    """Starts a part's sums with the first tile."""
     nothing = gl.zeros([ROWS, PART], gl.float32, LAYOUT)
     rooms, here = parts
     weights, values = rooms.index(here + PARTS - 1), rooms.index(here + part)
@@ -348,7 +348,7 @@ def _first_tile(part: gl.constexpr, parts):
 
 @gluon.jit
 def _second_tile(part: gl.constexpr, sums, factors, parts):
-    """Awaits the sums of the first tile, then starts adding the second's."""
+    """Waits for the first tile's sums, then starts adding the second tile."""
     sums = warpgroup_mma_wait(1, deps=[sums]) * factors[0]
     rooms, here = parts
     weights, values = rooms.index(here + 2 * PARTS - 1), rooms.index(here + PARTS + part)
@@ -357,7 +357,7 @@ def _second_tile(part: gl.constexpr, sums, factors, parts):
 
 @gluon.jit
 def _merge_part(part: gl.constexpr, sums, found, factors, done, after: gl.constexpr):
-    """Awaits a split's sums, after which this many products were started, and merges them."""
+    """Waits for a split's sums, after which `after` products were started, and merges them."""
     found = warpgroup_mma_wait(after, deps=[found])
     mbarrier.arrive(done.index(part))
     return gl.fma(sums, factors[1], found * factors[2])

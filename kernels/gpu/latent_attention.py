@@ -2,9 +2,9 @@
 numbers are the value. So a tile is loaded once for both products.
 
 As in kernels/gpu/decode_attention.py and chunk_attention.py, with the same sums in the same order
-(kernels/gpu/fixed_order.py), but over queries that are ready and tokens that are stored. A chunk's
-sums of all of `rank` would not fit into registers: two programs share them, and both compute
-the scores. On Hopper kernels/gpu/hopper_latents.py does better.
+(kernels/gpu/fixed_order.py), but queries are prepared and tokens stored before. A chunk's sums over
+all of `rank` would not fit into registers: two programs compute a half each, and both compute the
+scores. kernels/gpu/hopper_latents.py is faster on Hopper.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from baton.kernels.gpu.rotary import LOG2_E
 from baton.kernels.gpu.splits import SplitWorkspace, merge_splits, programs_for
 
 GROUP = 16
-"""Heads of a program that decodes."""
+"""Heads per program when decoding."""
 
 STAGES = 5
-"""Of the loop of a program that decodes: page ids run two ahead of latents, and two tiles of those
-are on the chip."""
+"""Stages of the decode loop: page ids are loaded two iterations ahead of latents, of which shared
+memory holds two tiles."""
 
 MOST_BYTES = 1536
-"""Of a latent: a chunk's queries and a tile must fit on the chip."""
+"""Largest supported latent: a chunk's queries and a tile must fit into shared memory."""
 
 
 def filling_heads(heads: int) -> int:
-    """How many key heads' programs fill the chip as well: one takes up half of a multiprocessor."""
+    """The number of key heads whose programs fill the chip as much: one program of these takes half
+    of a multiprocessor."""
     return 2 * triton.cdiv(heads, GROUP)
 
 
@@ -91,7 +92,7 @@ def decode_latents(
 def _spots(
     table, page_stride, tile, end, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr
 ):
-    """The tokens [TILE] from `tile` on, and where they are."""
+    """The tokens [TILE] from `tile` on, and their offsets in the pool."""
     token = tile + tl.arange(0, TILE)
     page = tl.load(table + token // PAGE_SIZE, mask=token < end, other=0).to(tl.int64)
     return token, page * page_stride + token % PAGE_SIZE * ROW
@@ -99,7 +100,7 @@ def _spots(
 
 @triton.jit
 def _load(pointer, spots, there, column, SIZE: tl.constexpr):
-    """Columns of the tokens at `spots`: [TILE, columns]."""
+    """Loads columns of the tokens at `spots`: [TILE, columns]."""
     mask = there[:, None] & (column < SIZE)[None, :]
     return tl.load(pointer + spots[:, None] + column[None, :], mask=mask, other=0.0)
 
@@ -125,7 +126,7 @@ def _attend(
     TILE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Adds a tile of tokens up to `position` for some heads of one token."""
+    """Adds a tile of tokens, up to `position`, for some heads of one query."""
     token, at = _spots(table, page_stride, tile, position + 1, TILE, PAGE_SIZE, RANK + ROTATED)
     there = token <= position
     normed = _load(kv_pointer, at, there, tl.arange(0, BLOCK_RANK), RANK)
@@ -184,7 +185,7 @@ def _decode(
         begin = program * mine * SPLIT
         end = tl.minimum((program + 1) * mine * SPLIT, position + 1)
         place = (sequence * HEADS + head).to(tl.int64) * splits
-        # Two loops: with a branch in one, its loads would not run ahead.
+        # Two loops: with a branch in one loop, its loads would not be pipelined.
         if program == 0:
             all_highest, all_total, all_sums = highest, total, sums
             for tile in range(begin, end, TILE):
@@ -203,7 +204,7 @@ def _decode(
                 to = (sequence.to(tl.int64) * HEADS + head)[:, None] * RANK + column[None, :]
                 tl.store(out_pointer + to, result.to(query.dtype), mask=in_group)
             else:
-                # What it has merged, in place of its last split.
+                # The merged splits take the place of the last one.
                 last = place + mine - 1
                 sums_at = sums_pointer + last[:, None] * RANK + column[None, :]
                 tl.store(sums_at, all_sums, mask=in_group)
@@ -233,7 +234,7 @@ def chunk_latents(
     sizes: LatentSizes,
     out: Tensor,
 ) -> Tensor:
-    """query [T, heads, rank + rotated] of tokens that are stored -> out [T, heads, rank].
+    """query [T, heads, rank + rotated], whose tokens are stored -> out [T, heads, rank].
 
     blocks [n, 4] and kv_layer: see kernels/gpu/chunk_attention.py and decode_latents.
     """
@@ -301,7 +302,7 @@ def _chunk(
     SPLIT: tl.constexpr,
     UPPER: tl.constexpr,
 ):
-    """The sums of the lower or the upper half of `rank`."""
+    """Computes the sums of the lower or the upper half of `rank`."""
     entry = blocks_pointer + tl.program_id(1) // PARTS * 4
     earlier = tl.program_id(1) % PARTS * BLOCK_M  # queries of the entry
     count = tl.minimum(tl.load(entry + 2) - earlier, BLOCK_M)

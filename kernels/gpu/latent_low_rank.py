@@ -1,9 +1,9 @@
-"""What LoRA adapters add to the products between latents and heads (kernels/latent.py).
+"""LoRA adapters of the products between latents and heads (kernels/latent.py).
 
-A product of a head is two here, with the module's A and the head's part of its B: queries go
-through B, then A; what was attended goes through A, then B. As in kernels/gpu/low_rank.py, what is
-added goes onto a product that is rounded already, in tiles of rows with one adapter, so that a
-row's bits do not depend on the others.
+For each head there are two products, with the module's A and the head's part of its B: queries go
+through B, then A; attention's results go through A, then B. As in kernels/gpu/low_rank.py, they are
+added to a product that is rounded already, in tiles of rows with one adapter, so that a row's bits
+do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -28,40 +28,41 @@ NARROW_RANK = 64
 class _Side(NamedTuple):
     """A or B in all slots, as one of the two products reads it."""
 
-    weight: Tensor  # from the first number that is read
-    head: int  # steps between heads, inputs and outputs
-    input: int
-    output: int
+    weight: Tensor  # begins at the first number that is read
+    head: int  # stride of heads
+    input: int  # stride of inputs
+    output: int  # stride of outputs
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAdapters:
-    """Adapters of the module that makes keys and values of latents: of a step's rows, and of those
-    that its last layer attends. Outputs of a head are its key's, then its value's."""
+    """Adapters of the module that makes keys and values of latents. Outputs of a head are its
+    key's, then its value's."""
 
     stack: AdapterStack  # a [slots, rank, latent]; b [slots, heads * (plain + value), rank]
-    rows: SlotRows
-    sampled: SlotRows
+    rows: SlotRows  # a step's rows
+    sampled: SlotRows  # the rows that its last layer attends
 
     def of_samples(self) -> LatentAdapters:
         return replace(self, rows=self.sampled)
 
     def absorb(self, plain: Tensor, absorbed: Tensor) -> None:
-        """Adds to absorbed [T, heads, latent or more], made of queries [T, heads, plain]."""
+        """Adds what adapters make of queries [T, heads, plain] to absorbed [T, heads, latent or
+        more]."""
         first = self._of_heads(plain.shape[1], 0)
         first = first._replace(input=first.output, output=first.input)
         size = self.stack.a.shape[2]
         self._add(plain, first, _Side(self.stack.a, 0, size, 1), absorbed[..., :size])
 
     def expand(self, attended: Tensor, values: Tensor) -> None:
-        """Adds to values [T, heads, value], made of attended [T, heads, latent]."""
+        """Adds what adapters make of attended [T, heads, latent] to values [T, heads, value]."""
         size = self.stack.a.shape[2]
         second = self._of_heads(values.shape[1], -values.shape[2])
         self._add(attended, _Side(self.stack.a, 0, 1, size), second, values)
 
     def expand_chunk(self, slot: int, latents: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Adds to keys [heads, tokens, plain] and values [heads, tokens, value] of one sequence,
-        made of latents [tokens, latent]; by the matrix library."""
+        """Adds what the adapter in `slot` makes of latents [tokens, latent] to keys [heads, tokens,
+        plain] and values [heads, tokens, value] of one sequence, with the matrix library."""
         heads, _, plain = keys.shape
         shrunk = torch.mm(latents, self.stack.a[slot].t()).expand(heads, -1, -1)
         weight = self.stack.b[slot].unflatten(0, (heads, -1)).transpose(1, 2)
@@ -69,7 +70,7 @@ class LatentAdapters:
         values.baddbmm_(shrunk, weight[..., plain:])
 
     def _of_heads(self, heads: int, start: int) -> _Side:
-        """B from one of a head's outputs on; a negative one counts from their end."""
+        """B from a head's output `start` on; a negative one counts from the end."""
         by_head = self.stack.b.unflatten(1, (heads, -1))
         return _Side(by_head[:, :, start:], by_head.stride(1), 1, self.stack.rank)
 
@@ -135,7 +136,7 @@ def _add_to_heads(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Constants of both products: steps between heads, inputs and outputs."""
+    """FIRST_* and SECOND_* are strides of both products' weights."""
     slot, row, inside = rows_of_tile(order_pointer, tiles_pointer, tl.program_id(0), BLOCK_M)
     if slot < 0:
         return

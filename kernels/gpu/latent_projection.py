@@ -1,8 +1,8 @@
-"""What lies between the products of latent attention (kernels/latent.py).
+"""The operations between the products of latent attention (kernels/latent.py).
 
-A product leaves of each token its queries, or what they are made of, then its latent, which is
-normed and rotated and stored into its page. Queries are rotated; their plain part goes through
-`head_products`, which makes it as long as a latent's normed part.
+A product leaves for each token its queries, or what they are computed from, then its latent. The
+latent is normed, rotated and stored into its page. Queries are rotated, and `head_products` maps
+their plain part to the length of a latent's normed part.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from baton.kernels.gpu.head_products import head_products, multiply, tiling_of
 from baton.kernels.gpu.rotary import Projected, load_pairs, load_turn, prepare_heads
 
 FEW_ROWS = 32
-"""Up to this many rows each head is a program of its own."""
+"""Up to this many rows each head has its own program."""
 
 ROWS_AT_ONCE = 8
-"""Up to this many rows a launch costs more than what it would do."""
+"""Up to this many rows one kernel does all: a second launch would cost more than its work."""
 
 
 Stores = Tensor | tuple[Tensor, Tensor]
@@ -30,7 +30,7 @@ Stores = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """Of a layer, in kernels/latent.py's words; `scale` is of scores."""
+    """The sizes of a layer, named as in kernels/latent.py; `scale` is the factor of scores."""
 
     heads: int
     rank: int
@@ -51,7 +51,7 @@ class LatentSizes:
 
 
 def norm_queries(projected: Projected, norm: Tensor, epsilon: float) -> Tensor:
-    """The first len(norm) columns, settled and normed: [T, len(norm)]."""
+    """Settles and norms the first len(norm) columns: [T, len(norm)]."""
     qkv, squares, size = projected.qkv, projected.squares, len(norm)
     out = qkv.new_empty(len(qkv), size)
     block = triton.next_power_of_2(size)
@@ -109,7 +109,7 @@ def _normed(
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """raw [BLOCK] -> settled and normed, rounded."""
+    """Settles, norms and rounds raw [BLOCK]."""
     x = settle(raw.to(tl.float32), size, 0.0, SCALED, False).to(raw.dtype).to(tl.float32)
     weight = tl.load(norm_pointer + column, mask=column < SIZE, other=0.0).to(tl.float32)
     return (x * inverse_size(squares_of_row(x, SIZE, BLOCK), epsilon, SIZE) * weight).to(raw.dtype)
@@ -125,12 +125,11 @@ def absorb_and_store(
     key_norm: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [T, heads, plain], and [T, heads, rank + rotated] that have absorbed a weight [heads,
-    rank, plain]. Latents are stored in kv_layer [page, 1, token, 1, rank + rotated]. Few rows take
-    one kernel.
+    """Stores latents in kv_layer [page, 1, token, 1, rank + rotated]. Returns queries [T, heads,
+    plain], and queries [T, heads, rank + rotated] that have absorbed weight [heads, rank, plain].
 
-    stores [T] are page * page_size + offset, or negative: nothing is stored; or they are found in
-    a page table by its rows [T] and the positions, of which negative ones are skipped. cos_sin
+    stores [T] are page * page_size + offset, or negative if nothing is stored. Or they are rows [T]
+    and a page table, in which the positions are looked up; negative positions are skipped. cos_sin
     [positions, rotated] holds a position's cosines, one per pair, then its sines.
     """
     query = projected.qkv.new_empty(len(projected.qkv), sizes.heads, sizes.latent)
@@ -153,9 +152,8 @@ def rotate_and_store_latents(
     absorbed: Tensor,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """The queries [T, heads, plain], settled, of which the rotated part is put into absorbed
-    [T, heads, rank + rotated]; with a weight, also what the plain part is made. Else as
-    absorb_and_store."""
+    """As absorb_and_store, but writes to absorbed [T, heads, rank + rotated] only the rotated part
+    of queries, unless a weight is given. Returns the settled queries [T, heads, plain]."""
     qkv, squares = projected.qkv, projected.squares
     queries, scaled = projected.queries, squares is not None
     queries = qkv if queries is None else queries
@@ -253,7 +251,7 @@ def _rotate_and_store(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if TILES > 0 and part > HEAD_BLOCKS:
         if token > 0:
-            return  # The first has all rows.
+            return  # The first token's programs multiply all rows.
         tile = part - HEAD_BLOCKS - 1
         of_head = tile // TILES
         multiply(

@@ -1,8 +1,8 @@
 """Linear layers of a few rows, at the speed of reading the weights.
 
-With few rows a product costs what reading its weights costs, and each further kernel costs a
+With few rows a product takes as long as reading its weights, and each further kernel costs a
 launch. So the gate, the residual sum and the norm are part of the products. A norm is shared
-between two of them: the product that makes a residual sees elements but never a whole row; it
+between two of them. The product that makes a residual sees elements but never a whole row; it
 scales them by the norm's weight and stores sums of squares of some columns each. The product
 that reads the row adds these up at its end: a row's size is a factor of its whole product.
 
@@ -52,9 +52,9 @@ def few_rows(
 ) -> Tensor:
     """norm(residual) @ weight.T + bias, for weight [N, K]: [M, N].
 
-    With `gates`, weight holds those, then as many ups: activation(gates) * ups, [M, N / 2].
-    `ahead`: the weights of a later product, after a kernel that leaves memory idle. `shrunk`:
-    adapters' part of the product, of TILE_ROWS rows at most.
+    With `gates`, weight holds gates, then as many ups: activation(gates) * ups, [M, N / 2].
+    `ahead` are the weights of a later product, to prefetch if the next kernel leaves memory idle.
+    `shrunk` is the adapters' part of the product, for at most TILE_ROWS rows.
     """
     outputs = weight.shape[0] // 2 if gates else weight.shape[0]
     x, out = source.x, source.x.new_empty(len(source.x), outputs)
@@ -66,7 +66,7 @@ def few_rows(
 def few_rows_alone(
     x: Tensor, weight: Weight, out: Tensor | None = None, *, onto: bool = False
 ) -> Tensor:
-    """x @ weight.T, for weight [N, K]: [M, N]. `onto`: with the bits of few_rows_onto's product."""
+    """x @ weight.T, for weight [N, K]: [M, N]. `onto`: with the bits of few_rows_onto."""
     out = x.new_empty(len(x), weight.shape[0]) if out is None else out
     _launch(x, weight, None, out, weight.shape[0], Extras(onto=onto))
     return out
@@ -81,7 +81,8 @@ def few_rows_onto(
     bias: Tensor | None = None,
     shrunk: Shrunk | None = None,
 ) -> Scaled:
-    """residual [M, N] += x @ weight.T + bias, with adapters' part; and scaled by `norm` [N]."""
+    """residual [M, N] += x @ weight.T + bias, with the adapters' part. Returns the residual scaled
+    by `norm` [N]."""
     rows, outputs = residual.shape
     parts = triton.cdiv(outputs, square_columns(outputs))
     squares = residual.new_empty(parts, rows, dtype=torch.float32)
@@ -92,7 +93,7 @@ def few_rows_onto(
 
 
 class _Operands(NamedTuple):
-    """What a kernel reads of a product's rows and weight."""
+    """A product's rows and weight as a kernel reads them."""
 
     tiling: LinearTiling
     x: Tensor
@@ -105,7 +106,7 @@ class _Operands(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        """BITS 0: of weights that are not packed."""
+        """BITS is 0 if weights are not packed."""
         packed = self.code_bits if self.group else 0
         return {"BITS": packed, "GROUP": self.group, "EXACT": self.exact}
 
@@ -136,11 +137,11 @@ def _launch(
     read = _operands(x, weight, outputs, extras.gates is not None)
     tiling, block_m = read.tiling, row_block(read.tiling, rows)
     packed = isinstance(weight, PackedWeight)
-    # Packed gates are in one tile with their ups.
+    # A tile of packed gates includes their ups.
     block_n = tiling.outputs // 2 if packed and extras.gates else tiling.outputs
     programs, threads = triton.cdiv(outputs, block_n), 32 * tiling.warps
     piece = piece_for(extras.ahead, programs * threads)
-    # In FP8 another kernel is between shrink and this one, which reads what that leaves.
+    # In FP8 another kernel runs between shrink and this one, which reads that kernel's result.
     overlaps = extras.shrunk and not isinstance(weight, Fp8Weight) and can_overlap(x.device)
     _few_rows[(programs, triton.cdiv(rows, block_m))](
         read.x,
@@ -181,7 +182,7 @@ def _adapter_arguments(shrunk: Shrunk | None, unused: Tensor) -> tuple[Tensor | 
 
 
 def _adapter_constants(shrunk: Shrunk | None) -> dict[str, int]:
-    """RANK 0: no adapters."""
+    """RANK is 0 without adapters."""
     names = ("RANK", "DEPTH", "SPLITS", "MODULES", "FIRST_END", "SECOND_END", "OVERLAPS")
     if shrunk is None:
         return dict.fromkeys(names, 0)
@@ -295,7 +296,7 @@ def _few_rows(
         if GATED:
             ups *= tl.load(scales_at + outputs, mask=in_columns, other=0.0)[:, None]
             ups *= row_scales
-    # Rounded as the matrix library leaves a product; then with what adapters add.
+    # Rounded as the matrix library rounds a product, before adapters add to it.
     sums = sums.to(dtype).to(tl.float32)
     if GATED:
         ups = ups.to(dtype).to(tl.float32)

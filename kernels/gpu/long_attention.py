@@ -1,7 +1,7 @@
 """Attention of one long chunk on Hopper, from contiguous keys and values.
 
-As kernels/gpu/hopper_chunks.py, with the same bits, but faster, as nothing is looked up: one warp
-has the chip's copy engine load whole tiles, and each block has a program of its own.
+As kernels/gpu/hopper_chunks.py, with the same bits, but faster, since no pages are looked up: one
+warp loads whole tiles with the copy engine (TMA), and each block has its own program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP_QUERIES = gl.constexpr(64)
 GROUPS = gl.constexpr(2)
 GROUP_REGISTERS, LOADER_REGISTERS = 240, 24
 ROOMS = 2
-"""Splits of keys, and as many of values, on the chip at a time."""
+"""Splits of keys, and as many of values, in shared memory at a time."""
 
 # Its name changed after Triton 3.6.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -44,9 +44,9 @@ def supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
 def long_attention(
     qkv: Tensor, keys: Tensor, values: Tensor, start: int, shape: HeadShape, out: Tensor
 ) -> Tensor:
-    """Rows qkv [count, (heads + 2 * kv_heads) * dim] of one sequence from position `start` on,
-    rotated, over keys and values [start + count or more, kv_heads, dim] -> out [count,
-    heads * dim]. Keys and values of a token are neighbours in memory."""
+    """Rotated rows qkv [count, (heads + 2 * kv_heads) * dim] of one sequence from position `start`
+    on, over keys and values [start + count or more, kv_heads, dim] -> out [count, heads * dim].
+    A token's keys are contiguous, and so are its values."""
     count, dim = len(qkv), shape.head_dim
     layout = gl.NVMMASharedLayout.get_default_for([TILE, dim], ELEMENTS[qkv.dtype])
     tokens = [
@@ -104,10 +104,10 @@ def _long(
     LOADER_REGISTERS: gl.constexpr,
 ):
     head = gl.program_id(0)
-    # The last block first: it sees the most.
+    # The last block goes first: it sees the most tokens.
     from_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * (GROUPS * GROUP_QUERIES)
     end = start + gl.minimum(from_row + GROUPS * GROUP_QUERIES, count)
-    # Splits that all rows see wholly, then one or more with a mask.
+    # Splits of which all rows see all tokens, then one or more with a mask.
     first = 0
     masked = gl.minimum(start + from_row + 1, end - 1) // SPLIT * SPLIT
     if window > 0:
@@ -198,7 +198,7 @@ def _attend(
     SINKS: gl.constexpr,
     ROOMS: gl.constexpr,
 ):
-    """One group's queries, over all tiles."""
+    """Attends one group's queries to all tiles."""
     count, start, from_row, head, scale, window = place
     first, masked, end = span
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -276,8 +276,8 @@ def _merge_split(
     SPLIT: gl.constexpr,
     ROOMS: gl.constexpr,
 ):
-    """Attends to a split, the scores of whose first tile are there. AHEAD: also computes those of
-    the next split's first tile."""
+    """Attends to a split whose first tile has its scores already. AHEAD: also computes the scores
+    of the next split's first tile."""
     key_rooms, value_rooms, keys_there, values_there, keys_done, values_done = rooms
     highest, total, sums = state
     rows: gl.constexpr = gl.SliceLayout(1, sums_layout)
@@ -341,8 +341,8 @@ def tile_weights(
     MASKED: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """A tile's weights, as an operand; what sums so far are multiplied by; and the split's highest
-    score and normalizer with that tile."""
+    """Returns a tile's weights as an operand, the factor for the sums so far, and the split's
+    highest score and normalizer including the tile."""
     if MASKED:
         token = (tile + gl.arange(0, TILE, gl.SliceLayout(0, scores_layout)))[None, :]
         seen = token <= position[:, None]
@@ -361,7 +361,7 @@ def tile_weights(
 
 @gluon.jit
 def row_sums(x, COLUMNS: gl.constexpr):
-    """As fixed_order's: of four threads, neighbours first."""
+    """As fixed_order._row_sums: adds up four threads' sums, neighbours first."""
     sums = thread_sums(x, GROUP_QUERIES, COLUMNS)
     thread = gl.arange(0, 4, gl.SliceLayout(0, sums.type.layout))[None, :]
     thread = thread + gl.full_like(sums, 0, dtype=gl.int32)

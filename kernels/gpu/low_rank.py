@@ -1,9 +1,10 @@
-"""What LoRA adapters add to products, in a step whose rows may have different ones.
+"""LoRA adapters of products, in a step whose rows may have different adapters.
 
-Adapters are in slots, at addresses that recorded steps keep. Shrink sums inputs in fixed parts of a
-row, in tiles of rows with one adapter. Expand adds to a product that is rounded already: within the
-product of few rows (kernels/gpu/linear.py), or in place. So rows without an adapter keep their
-bits, and a row's sums run in one order whatever the others are: other adapters add zeros.
+Adapters are in slots, at fixed addresses, so that recorded steps can be replayed. Shrink sums
+inputs in fixed parts of a row, in tiles of rows with one adapter. Expand adds to a product that is
+rounded already: within the product of few rows (kernels/gpu/linear.py), or in place. So rows
+without an adapter keep their bits, and a row's sums run in one order whatever the other rows are:
+other adapters add zeros.
 """
 
 from __future__ import annotations
@@ -17,42 +18,42 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ROWS = 32
-"""Rows of a tile: as many as a product of few rows has, so there an adapter has one tile."""
+"""Rows per tile: as many as a product of few rows has, so that an adapter has one tile there."""
 
 LEAST_RANK = 16
-"""The least depth of the hardware's products."""
+"""The smallest depth of the hardware's products."""
 
 DEPTH = 128
 """Inputs per iteration of shrink; columns of B, of several adapters, per iteration of expand."""
 
 SPLITS = 8
-"""Programs that share a row's inputs at most."""
+"""Most programs that share a row's inputs."""
 
 LEAST_SPLIT = 512
-"""Inputs of such a program at least."""
+"""Fewest inputs of such a program."""
 
 SHRINK_STAGES = 4
-"""Of shrink's loop, at most: each but one has a buffer."""
+"""Most stages of shrink's loop: each but one has a buffer."""
 
 STAGE_BYTES = 224 << 10
-"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+"""Shared memory of a multiprocessor for what a program loads ahead."""
 
 EXPAND_COLUMNS, MOST_TURNS = 128, 4
-"""Columns of a product that a program of expand adds to at once, and how many times at most: what
-shrink left of its rows is read and added up once."""
+"""Columns of a product that a program of expand adds to in one turn, and its most turns: it reads
+and adds up shrink's results for its rows once."""
 
 EXPAND_PROGRAMS = 1024
-"""Programs that fill the chip."""
+"""How many programs of expand fill the chip."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterStack:
-    """One linear layer's A and B in all slots. Modules that are parts of the layer have their own
-    rows of A, and their own rows of B with the same columns."""
+    """One linear layer's A and B in all slots. If the layer joins several modules (its parts), each
+    has its own rows of A, and its own rows of B with the same columns."""
 
     a: Tensor  # [slots, parts * rank, inputs]
     b: Tensor  # [slots, outputs, rank], with the adapters' scales
-    ends: tuple[int, ...]  # of the outputs of each part
+    ends: tuple[int, ...]  # where each part's outputs end
 
     @property
     def rank(self) -> int:
@@ -68,9 +69,9 @@ class AdapterStack:
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """The rows of a step by the slots of their adapters; all int32."""
+    """The rows of a step, sorted by the slots of their adapters; all int32."""
 
-    slots: Tensor  # [T]: each row's; -1 without an adapter
+    slots: Tensor  # [T]: each row's slot; -1 without an adapter
     order: Tensor  # [T]: the rows, sorted by their slots
     tiles: (
         Tensor  # [n, 3]: slot, first place in `order`, number of rows; then empty ones of slot -1
@@ -79,15 +80,15 @@ class SlotRows:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """What is left to expand of a product."""
+    """The result of shrink, to be expanded."""
 
-    parts: Tensor  # [splits, parts, T, rank], float32: sums of parts of a row's inputs
+    parts: Tensor  # [splits, parts, T, rank], float32: sums over splits of a row's inputs
     stack: AdapterStack
     rows: SlotRows
 
 
 def padded_rank(rank: int) -> int:
-    """The rank of a stack's matrices, filled up with zeros."""
+    """The rank of a stack's matrices, which are padded with zeros."""
     return max(LEAST_RANK, triton.next_power_of_2(rank))
 
 
@@ -98,7 +99,7 @@ def split_of(inputs: int) -> int:
 
 @lru_cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether a product of few rows starts while its shrink still runs, and waits for it at its
+    """True if a product of few rows can start while its shrink still runs, and wait for it at its
     end."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -136,7 +137,7 @@ def shrink(x: Tensor, stack: AdapterStack, rows: SlotRows) -> Shrunk:
 
 
 def expand_onto(product: Tensor, shrunk: Shrunk) -> None:
-    """product [T, N] += what the rows' adapters add, rounded after the product is."""
+    """Adds the rows' adapters to product [T, N], which is rounded already; rounds the sum."""
     stack, rows = shrunk.stack, shrunk.rows
     first_end, second_end = stack.inner_ends
     count, outputs = product.shape
@@ -209,7 +210,7 @@ def _shrink(
 
 @triton.jit
 def rows_of_tile(order_pointer, tiles_pointer, tile, BLOCK_M: tl.constexpr):
-    """A tile's slot, its rows, and which of them there are."""
+    """A tile's slot, its rows, and a mask of those that exist."""
     slot, start = tl.load(tiles_pointer + 3 * tile), tl.load(tiles_pointer + 3 * tile + 1)
     count = tl.load(tiles_pointer + 3 * tile + 2)
     lane = tl.arange(0, BLOCK_M)
@@ -272,7 +273,7 @@ def _part_of(column, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr):
 def _parts_of(
     start, COUNT: tl.constexpr, outputs, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr
 ):
-    """The first part and the last that have some of COUNT columns."""
+    """The first and the last part among COUNT columns from `start` on."""
     last = tl.minimum(start + COUNT, outputs) - 1
     return _part_of(start, FIRST_END, SECOND_END), _part_of(last, FIRST_END, SECOND_END)
 
@@ -288,7 +289,7 @@ def _shrunk_rows(
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """[RANK, rows], float32: the sums over all inputs, in their order."""
+    """Shrink's sums over all inputs, added up in order: [RANK, rows], float32."""
     at = shrunk_pointer + (part * rows + row)[None, :] * RANK + tl.arange(0, RANK)[:, None]
     sums = tl.load(at, mask=inside[None, :], other=0.0)
     for split in tl.static_range(1, SPLITS):
@@ -317,7 +318,7 @@ def added_columns(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_M], float32: what is added to columns from `start` on of few rows."""
+    """What adapters add to columns from `start` on, of few rows: [BLOCK_N, BLOCK_M], float32."""
     row, lane = tl.arange(0, BLOCK_M), tl.arange(0, DEPTH)
     slot = tl.load(slots_pointer + row, mask=row < rows, other=-1)
     column = start + tl.arange(0, BLOCK_N)
@@ -329,7 +330,7 @@ def added_columns(
         x = x.to(b_pointer.dtype.element_ty)
         own = (column < outputs) & (_part_of(column, FIRST_END, SECOND_END) == part)
         for tile in range(0, tiles, DEPTH // RANK):
-            # One product of several adapters: each has its own rows, and zeros for the others.
+            # One product for several adapters: each has its own rows, and zeros for the others.
             at, of_tile = tile + lane // RANK, tile + tl.arange(0, DEPTH // RANK)
             known = tl.load(tiles_pointer + 3 * at, mask=at < tiles, other=-1)
             b_mask = own[:, None] & (known >= 0)[None, :]

@@ -1,10 +1,9 @@
-"""Rows before a layer's products: their residual, scaled by a norm's weight and by their size.
+"""RMS norms before a layer's products: rows of the residual, scaled by a norm's weight.
 
-One program per row, which it reads once. A product reads rows that are scaled by the norm's
-weight only; their size, the inverse root of their mean square, is a factor of the whole
-product and is applied after it. So a product's kernel may also leave such rows (`Scaled`)
-without ever seeing a whole one. In float16 rows that are not of size one could overflow;
-there they are normed before the product.
+A program reads one row, once. A product reads rows that are scaled by the norm's weight only; their
+size, the inverse root of their mean square, is a factor of the whole product and is applied after
+it. So a product's kernel can also produce such rows (`Scaled`) without seeing a whole row. In
+float16, rows without their size could overflow, so they are normed before the product.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ FEW_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Rows of a residual within a norm: scaled by its weight, and by their size only where
-    `squares` is None."""
+    """Rows of a residual, scaled by a norm's weight; also by their size if `squares` is None."""
 
     x: Tensor  # [M, K]
     squares: Tensor | None  # [parts, M], float32: each part's sum of squares of the residual
     epsilon: float
-    scales: Tensor | None = None  # [M], float32, where x are FP8 codes
+    scales: Tensor | None = None  # [M], float32, if x are FP8 codes
 
     @property
     def read(self) -> Tensor | Fp8Rows:
-        """What a product reads."""
+        """The rows as a product reads them."""
         return self.x if self.scales is None else Fp8Rows(self.x, self.scales)
 
     def rows(self, chosen: slice | Tensor) -> Scaled:
@@ -59,9 +57,12 @@ def scale_rows(
     part_scales: Fp8Scales | None = None,
     codes: bool = False,
 ) -> Scaled:
-    """residual [T, H] += the sum of parts [n, T, H], or of one part, normed with weight `after`
-    [H]; then scaled by weight [H], or without one left as it is. `part_scales`: of one part, to be
-    applied. `codes`: as FP8 codes."""
+    """residual [T, H] += the sum of parts [n, T, H]. Returns the residual scaled by weight [H], or
+    as it is without one.
+
+    A single part may be normed with weight `after` [H] first, or multiplied by `part_scales`.
+    `codes` asks for FP8 codes.
+    """
     normed = residual.dtype is torch.float16
     changes = after, part_scales
     return _launch(residual, weight, epsilon, parts, *changes, normed=normed, codes=codes)
@@ -74,8 +75,8 @@ def embed(
     epsilon: float,
     scale: float = 1.0,
 ) -> tuple[Tensor, Scaled]:
-    """The rows of embedding [vocabulary, H] for tokens [T], times `scale`; and scaled by weight
-    [H], if there is one."""
+    """The rows of embedding [vocabulary, H] for tokens [T], times `scale`; and the same scaled by
+    weight [H], if given."""
     residual = embedding.new_empty(len(tokens), embedding.shape[1])
     normed, gathered = residual.dtype is torch.float16, (tokens, embedding)
     return residual, _launch(

@@ -1,8 +1,8 @@
 """Products of few rows with packed weights on Hopper, which decode while they multiply.
 
-The same sums in the same order as kernels/gpu/linear.py, so the same bits, but in Gluon, which
-says when a product is waited for: one runs while the next tile is decoded, into other registers.
-The chain of products that follow each other, 16 inputs each, is then what a program takes.
+The same sums in the same order as kernels/gpu/linear.py, so the same bits, but in Gluon, where the
+kernel decides when to wait for a product: one runs while the next tile is decoded into other
+registers. A program's time is then that of its chain of products, 16 inputs each.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from baton.kernels.gpu.tilings import LinearTiling, hopper_tiling_for, stages_fo
 from baton.kernels.packed import PackedWeight
 
 WARP_OUTPUTS = gl.constexpr(16)
-"""Of a product, gates and ups counted."""
+"""Outputs per warp, gates and ups both counted."""
 
 # Their names changed after Triton 3.6.
 load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 WHOLE_ROWS = gl.constexpr(64)
-"""From so many rows on results are laid out anew before they are stored: fewer instructions."""
+"""From this many rows on, results change layout before they are stored: fewer instructions."""
 
 EIGHT = gl.constexpr(8)
-"""Outputs of which a thread has two, this many apart: a gate and its up."""
+"""A thread has two outputs, this many apart: a gate and its up."""
 
 
 def tiling_for(x: Tensor, outputs: int, *, gated: bool) -> LinearTiling | None:
-    """None if the product is not of whole tiles and an even number of turns, or of fewer turns than
-    are loaded ahead (loads that never happen do not compile), the chip lacks these instructions,
-    or others are as fast."""
+    """The tiling of a product; None if this kernel cannot compute it, or others are as fast.
+
+    It needs Hopper, whole tiles, an even number of turns, and at least as many turns as are loaded
+    ahead (loads that never happen do not compile).
+    """
     if not COMPILED.value or x.dtype == torch.float32 or not _hopper(x.device):
         return None
     rows, depth = x.shape
@@ -64,7 +66,7 @@ def multiply(
     extras: Extras,
     tiling: LinearTiling,
 ) -> None:
-    """The product of rows x, with what comes before and after it."""
+    """Multiplies rows x and applies `extras`."""
     rows, depth = x.shape
     block_n, block_m = tiling.outputs // 2 if extras.gates else tiling.outputs, tiling.rows
     programs, threads = outputs // block_n, 32 * tiling.warps
@@ -100,8 +102,8 @@ def _hopper(device: torch.device) -> bool:
 
 @triton.constexpr_function
 def _words_layout(groups, blocks, tile):
-    """Of words [groups, blocks, outputs, 4] in registers: a thread's are those that hold its
-    weights of a product's tile (see kernels/packed.py)."""
+    """The layout of words [groups, blocks, outputs, 4] in registers: a thread has the words with
+    its weights of a product's tile (see kernels/packed.py)."""
     registers = [[0, 0, 8, 0], *([0, block, 0, 0] for block in _powers(blocks))]
     registers += [[number, 0, 0, 0] for number in _powers(groups)]
     lanes = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
@@ -111,7 +113,7 @@ def _words_layout(groups, blocks, tile):
 
 @triton.constexpr_function
 def _blocks_layout(blocks, tile):
-    """The same of all groups' blocks."""
+    """The same for the blocks of all groups."""
     registers = [[0, 8, 0], *([block, 0, 0] for block in _powers(blocks))]
     lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[0, WARP_OUTPUTS.value * warp, 0] for warp in _powers(tile // WARP_OUTPUTS.value)]
@@ -120,20 +122,21 @@ def _blocks_layout(blocks, tile):
 
 @triton.constexpr_function
 def _stored_layout(outputs, warps):
-    """Of results [outputs, rows]: a thread's are 16 bytes in memory."""
+    """The layout of results [outputs, rows] to be stored: a thread has 16 contiguous bytes."""
     threads = min(32, outputs // 8)
     return gl.BlockedLayout([8, 1], [threads, 32 // threads], [1, warps], [0, 1])
 
 
 @triton.constexpr_function
 def _powers(size):
-    """Powers of two below."""
+    """The powers of two below `size`."""
     return [1 << power for power in range(size.bit_length() - 1)]
 
 
 @gluon.jit
 def _output(first, n, outputs, GATED: gl.constexpr):
-    """The row of the weight of which a tile's row n is: eight gates, then their ups."""
+    """The row of the weight that a tile has as row n: GATED tiles alternate eight gates and their
+    ups."""
     gated = first + n // 16 * EIGHT + n % EIGHT + n // EIGHT % 2 * outputs
     return gated if GATED else first + n
 
@@ -158,7 +161,7 @@ def _copy(
     BLOCK_K: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Starts to load what a turn reads, if there is one."""
+    """Starts to load the rows, words and scales of a turn, if it exists."""
     of_x: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_K, BLOCK_K // 8], [WARPS, 1], [1, 0]
     )
@@ -204,7 +207,7 @@ def _decoded(
     BLOCK_K: gl.constexpr,
     SUMS: gl.constexpr,
 ):
-    """A tile's weights as a product reads them."""
+    """Decodes a tile's weights into the layout of an operand."""
     all_blocks: gl.constexpr = rooms[1].shape[1]
     groups: gl.constexpr = rooms[2].shape[1]
     blocks: gl.constexpr = all_blocks // groups
@@ -256,7 +259,7 @@ def _packed_rows(
     ROOMS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """ROOMS: turns that are on the chip or on their way. BLOCK_N: outputs of a program."""
+    """ROOMS: turns in shared memory or in flight. BLOCK_N: outputs per program."""
     dtype: gl.constexpr = x_pointer.dtype.element_ty
     tile: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -285,8 +288,8 @@ def _packed_rows(
     others = weights
     room, free = 0, ROOMS - 1
     for turn in range(0, K // BLOCK_K, 2):
-        # Weights of two turns in registers of their own: named twice, since of one variable the
-        # compiler would decode the next only after the product that reads it.
+        # The weights of two turns have their own registers and names: with one variable, the
+        # compiler would decode the next weights only after the product that reads the last.
         for half in gl.static_range(2):
             using = weights if half == 0 else others
             sums = warpgroup_mma(using, rooms[0].index(room).permute((1, 0)), sums, is_async=True)
@@ -294,7 +297,7 @@ def _packed_rows(
                 sums, others = warpgroup_mma_wait(1, deps=[sums, others])
             else:
                 sums, weights = warpgroup_mma_wait(1, deps=[sums, weights])
-            # The product before has ended in all warps, and what the next turn reads is there.
+            # Now the previous product has ended in all warps and the next turn's data is there.
             async_copy.wait_group(ROOMS - 3)
             barrier()
             fence_async_shared()

@@ -1,11 +1,11 @@
 """Tiles of a weight whose codes are packed (kernels/packed.py), decoded in registers.
 
-A thread's words hold just what it multiplies: neither is anything moved between threads nor are
-decoded weights written to shared memory. In 4 bits a pair of weights takes an extraction, the
-difference to the zero and the product with the scale. The difference is exact; so is the product
-before it is rounded, as it is in float32: a scale with more digits than the products' type is cut
-into two numbers of that type, and one product of a code with the second is exact too. In 8 bits
-differences and products are of float32.
+A thread's words hold exactly the weights that it multiplies: nothing is moved between threads, and
+decoded weights are not written to shared memory. With 4 bits, a pair of weights takes an
+extraction, the subtraction of the zero and a multiplication by the scale. The subtraction is exact,
+and the product is rounded once, as in float32: a scale with more digits than the products' type is
+split into two numbers of that type, and a code times the second is exact too. With 8 bits,
+subtraction and product are in float32.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from baton.kernels.packed import ZERO_BITS, PackedWeight
 
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""The interpreter knows no instructions: there the same is written out."""
+"""False in the interpreter, which has no inline assembly: the same is then computed in Triton."""
 
 ZEROS = tl.constexpr((1 << ZERO_BITS) - 1)
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 256
-"""Of a program that writes decoded weights."""
+"""Outputs and inputs per program that writes decoded weights."""
 
 
 def decoded(weight: PackedWeight) -> Tensor:
-    """The weights, [outputs, inputs]."""
+    """Decodes a weight: [outputs, inputs]."""
     outputs, inputs = weight.shape
     out = torch.empty(outputs, inputs, dtype=weight.dtype, device=weight.device)
     grid = triton.cdiv(inputs, TILE_INPUTS), triton.cdiv(outputs, TILE_OUTPUTS)
@@ -100,7 +100,7 @@ def _pairs(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """As numbers, but two weights of 16 bits as one number of 32: [BLOCK_N, BLOCK_K / 2]."""
+    """As `numbers`, but returns two 16-bit weights as one 32-bit number: [BLOCK_N, BLOCK_K / 2]."""
     if BITS == 8:
         less, wide = _less_and_scale(scales, BITS, dtype)
         found = tl.inline_asm_elementwise(
@@ -149,9 +149,9 @@ def packed_tile(
     EVEN: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K]: the weights of outputs from `first` on, of `outputs`, and of inputs from
-    `start` on. GATED: half as many gates, then their ups, which follow all gates. BLOCK_K: a
-    multiple of GROUP or a part of it."""
+    """Loads and decodes weights [BLOCK_N, BLOCK_K]: outputs from `first` on, of `outputs`, and
+    inputs from `start` on. GATED: half of the tile are gates, the other half their ups, which
+    follow all gates in memory. BLOCK_K is a multiple of GROUP or divides it."""
     words, scales = _loaded(
         words_pointer, scales_pointer, start, first, outputs,
         K, BITS, GROUP, BLOCK_N, BLOCK_K, EVEN, GATED,
@@ -161,9 +161,9 @@ def packed_tile(
 
 @triton.jit
 def awaited(sums):
-    """The sums of a product with a decoded tile, once it has ended. Otherwise Triton 3.6 waits
-    for it after the next tile was decoded, maybe into registers that it still reads: from 64 rows
-    on, sums were seen to be wrong."""
+    """Waits for a product with a decoded tile. Otherwise Triton 3.6 waits only after the next tile
+    was decoded, maybe into registers that the product still reads: from 64 rows on, wrong sums were
+    observed."""
     if COMPILED:
         sums = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=False, pack=1
@@ -186,13 +186,13 @@ def _loaded(
     EVEN: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Words [groups, blocks, BLOCK_N, 4], scales [groups, BLOCK_N]."""
+    """Loads words [groups, blocks, BLOCK_N, 4] and scales [groups, BLOCK_N]."""
     block: tl.constexpr = 128 // BITS  # inputs
     groups: tl.constexpr = max(1, BLOCK_K // GROUP)
     blocks: tl.constexpr = BLOCK_K // groups // block
     half: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     stride = outputs * (2 if GATED else 1)
-    # A block's words lie side by side, output after output: threads load and share them so.
+    # A block's words are contiguous, output after output, so threads load and share them.
     row, word = tl.arange(0, groups * blocks), tl.arange(0, BLOCK_N * 4)
     group, output = tl.arange(0, groups), tl.arange(0, BLOCK_N)
     in_words, in_outputs = first + word // 4 % half < outputs, first + output % half < outputs
@@ -243,8 +243,8 @@ def numbers(
 
 @triton.jit
 def _less_and_scale(scales, BITS: tl.constexpr, dtype: tl.constexpr):
-    """What is subtracted from a number that has a code in its last bits, and the scale: both
-    [groups, 1, BLOCK_N, 1]."""
+    """The number to subtract from one with a code in its last bits, and the scale: both [groups, 1,
+    BLOCK_N, 1]."""
     scales = scales[:, None, :, None]
     zeros, wide = scales & ZEROS, (scales & ~ZEROS).to(tl.float32, bitcast=True)
     if BITS == 8:  # 2^23 and the zero
@@ -256,7 +256,7 @@ def _less_and_scale(scales, BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _exact_pairs(scales):
-    """As _less_and_scale, of 4 bits and bfloat16, each twice in a word: an instruction each."""
+    """As _less_and_scale for 4 bits and bfloat16, each twice in a word, by one instruction each."""
     less = tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0x43434343, 0x4040;",
         "=r,r", [scales], dtype=tl.int32, is_pure=True, pack=1,
@@ -269,14 +269,14 @@ def _exact_pairs(scales):
 
 @triton.jit
 def _twice(number):
-    """The bits of a number of 16 bits, twice in a word."""
+    """Repeats the bits of a 16-bit number in both halves of a word."""
     bits = number.to(tl.uint16, bitcast=True).to(tl.uint32)
     return (bits | (bits << 16)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _eight_bits(words, scales, dtype: tl.constexpr):
-    """Four tensors: weights, or their bits."""
+    """Decodes 8-bit codes into four tensors of weights, or of their bits."""
     if COMPILED and dtype != tl.float32:
         less, wide = _less_and_scale(scales, 8, dtype)
         found = tl.inline_asm_elementwise(
@@ -299,7 +299,7 @@ def _eight_bits(words, scales, dtype: tl.constexpr):
 
 @triton.jit
 def _four_bits(words, scales, EXACT: tl.constexpr, dtype: tl.constexpr):
-    """Eight tensors: weights, or their bits."""
+    """Decodes 4-bit codes into eight tensors of weights, or of their bits."""
     if COMPILED and dtype != tl.float32:
         if EXACT and dtype == tl.bfloat16:
             less, high = _exact_pairs(scales[:, None, :, None])
@@ -339,8 +339,11 @@ def _written_out(words, scales, SHIFT: tl.constexpr, MASK: tl.constexpr, dtype: 
 
 
 def _four_bit_instructions(base: str, decode: list[str], *, pairs: bool = False) -> tl.constexpr:
-    """Of a word, which follows the results: `decode` of p, a pair of codes in numbers of `base`,
-    four times. Results are eight weights or four pairs."""
+    """Assembly that decodes one word into eight weights or four pairs.
+
+    For each pair of codes, p holds two numbers of `base` with the codes in their last bits, and
+    `decode` turns p into weights. Operands are the results, then the word.
+    """
     word = 4 if pairs else 8
     lines = [".reg .b32 p, t;"]
     for pair in range(4):
@@ -352,7 +355,7 @@ def _four_bit_instructions(base: str, decode: list[str], *, pairs: bool = False)
 
 
 def _eight_bit_instructions(kind: str, *, pairs: bool = False) -> tl.constexpr:
-    """As _four_bit_instructions, of half as many weights."""
+    """As _four_bit_instructions, for half as many weights."""
     word = 2 if pairs else 4
     lines = [".reg .b32 p; .reg .f32 a, b;"]
     for pair in range(2):
@@ -367,7 +370,7 @@ def _eight_bit_instructions(kind: str, *, pairs: bool = False) -> tl.constexpr:
 
 
 def _result(pair: int, pairs: bool) -> str:
-    """Of p."""
+    """Moves p to a result."""
     return f"mov.b32 ${pair}, p;" if pairs else f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, p;"
 
 

@@ -1,8 +1,8 @@
-"""Copies whole pages or parts of their rows between two memories, gathers the tokens of pages,
-and digests pages; and loads a tile of tokens for attention.
+"""Copies pages or parts of their rows between two memories, gathers the tokens of pages, digests
+pages, and loads tiles of tokens for attention.
 
-Pages span many layers, so each is cut into blocks, one program each: few pages fill the chip
-as well as many.
+Pages span many layers, so each is cut into blocks, one per program: a few pages already fill the
+chip.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COPY_BLOCK = 4096
 """4-byte words per program: 16 KiB, eight 16-byte loads per thread."""
 
 GATHER_BLOCK = 4096
-"""Elements per program, or one token's if those are more."""
+"""Elements per program, or those of one token if they are more."""
 
 
 def copy_pages(
@@ -32,9 +32,9 @@ def copy_pages(
 ) -> None:
     """Copies page source_pages[i] of one memory to page target_pages[i] of another, for all i.
 
-    source and target are addresses that the ids' device can reach, also another process's
-    mapped memory; multiples of 4, as page_bytes is. Both ids [n], integers of any type. No page
-    is the target twice, or both source and target.
+    source and target are addresses that the ids' device can reach, such as another process's
+    mapped memory. They and page_bytes are multiples of 4. Both ids are [n], integers of any type.
+    No page is a target twice, or both source and target.
     """
     copy_rows(source, target, page_bytes, (page_bytes, page_bytes), source_pages, target_pages)
 
@@ -47,7 +47,7 @@ def copy_rows(
     source_rows: Tensor,
     target_rows: Tensor,
 ) -> None:
-    """As copy_pages, of rows `strides` bytes apart in source and target, multiples of 4."""
+    """As copy_pages, for rows `strides` bytes apart in source and target, multiples of 4."""
     words = row_bytes // 4
     aligned = (source | target | row_bytes | strides[0] | strides[1]) % 16 == 0
     block = min(COPY_BLOCK, max(triton.next_power_of_2(words), 128))
@@ -68,11 +68,10 @@ def copy_rows(
 def gather_tokens(
     kv_layer: Tensor, pages: Tensor, length: int, out_keys: Tensor, out_values: Tensor | None = None
 ) -> None:
-    """The first `length` tokens of these pages, as rows.
+    """Gathers the first `length` tokens of pages [n] as rows; codes are decoded.
 
-    kv_layer [page, k/v, token, kv_head, dim], with a token's heads contiguous; pages [n];
-    out_keys and out_values [length or more, kv_head, dim], rows like the layer's, or what its codes
-    stand for. Of latents only keys.
+    kv_layer [page, k/v, token, kv_head, dim], with a token's heads contiguous; out_keys and
+    out_values [length or more, kv_head, dim]. Latents have only keys.
     """
     out = out_keys if out_values is None else out_values
     if is_coded(kv_layer.dtype):
@@ -237,9 +236,9 @@ SECOND = tl.constexpr(0x846CA68B)
 def digest_pages(source: int, page_bytes: int, pages: Tensor, out: Tensor) -> None:
     """Adds to out [n], int32, the digest of each of pages [n] of a memory.
 
-    Each word is mixed with its place, one to one, and all are added: a changed word changes the
-    digest, and so, but for collisions, do words that change places. source is an address that
-    the ids' device can reach; a multiple of 4, as page_bytes is.
+    Each word is mixed with its index by a bijection, and all are added up. So one changed word
+    always changes the digest, and swapped words do, except for collisions. source is an address
+    that the ids' device can reach; it and page_bytes are multiples of 4.
     """
     words = page_bytes // 4
     aligned = (source | page_bytes) % 16 == 0
@@ -280,8 +279,8 @@ def _digest_pages(
 def load_pages(table, block, first, end, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """The pages [TILE] of the tokens from `block` on that lie between `first` and `end`.
 
-    A loop that loads them for its next tile has the tiles themselves loaded further ahead: the
-    compiler counts a load that waits for another one twice.
+    A loop should load them one tile ahead. Its tiles are then loaded further ahead, since the
+    compiler counts a load that depends on another one twice.
     """
     token = block + tl.arange(0, TILE)
     there = (token >= first) & (token < end)
@@ -294,11 +293,11 @@ def load_tile(
     TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, CODED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [columns, TILE] and values [TILE, columns], of each block of columns of a head, and the
-    tokens [TILE] from `block` on, which lie in `pages` [TILE].
+    """Loads keys [columns, TILE] and values [TILE, columns], one per block of a head's columns, and
+    the tokens [TILE] from `block` on, which are in `pages` [TILE].
 
-    kv_pointer: of the head in page 0. Tokens before `first` are not read: their pages may have been
-    given back. Codes, with their scales behind them, are decoded; int4 is two blocks of columns.
+    kv_pointer points to the head in page 0. Tokens before `first` are not read: their pages may
+    have been freed. Codes are decoded; int4 gives two blocks of columns.
     """
     token = block + tl.arange(0, TILE)
     there = (token >= first) & (token < end)

@@ -1,7 +1,7 @@
-"""Loads weights into the L2 cache before the kernel starts that reads them.
+"""Loads weights into the L2 cache before the kernel that reads them starts.
 
-With few rows the kernels between two products leave memory idle, and so does the start of each.
-A product that ends may have the weights of the next one loaded meanwhile.
+With few rows, the kernels between two products leave memory idle, and so does the start of each
+kernel. So a product that ends may prefetch the weights of the next one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_BYTES = 32 << 20
-"""Of the L2 cache, which is larger."""
+"""Most bytes to prefetch; the L2 cache is larger."""
 
 SHORT_BYTES = 24 << 20
-"""Weights that load while attention decodes: larger ones keep it from its keys and values."""
+"""Most bytes to prefetch while attention decodes: more would delay its keys and values."""
 
 
 def piece_for(ahead: Tensor | None, threads: int) -> int:
-    """Bytes of `ahead` that each of all threads has loaded; 0: none are."""
+    """Bytes of `ahead` that each thread prefetches; 0 if nothing is prefetched."""
     if ahead is None or not can_prefetch(ahead.device) or ahead.data_ptr() % 16:
         return 0
     return min(ahead.nbytes, MOST_BYTES) // threads // 16 * 16
@@ -34,7 +34,7 @@ def can_prefetch(device: torch.device) -> bool:
 
 @triton.jit
 def prefetch(pointer, piece, thread):
-    """Has a piece of memory loaded for each thread of each program; `thread`: their numbers."""
+    """Prefetches `piece` bytes per thread of each program; `thread` numbers a program's threads."""
     number = tl.program_id(0).to(tl.int64) * thread.shape[0] + thread
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",

@@ -19,7 +19,7 @@ from baton.kernels.gpu.norm import Scaled
 LOG2_E = 1.4426950408889634
 
 FEW_TOKENS = 32
-"""Up to this many tokens, all of the step, each head is a program of its own."""
+"""Up to this many tokens in a step, each head has its own program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,16 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """Queries, keys and values [T, (heads + 2 * kv_heads) * dim] as a product leaves them, not
-    yet rotated: with a `source`, its rows' sizes are still to be applied; so is a bias. Of latents
-    see kernels/gpu/latent_projection.py."""
+    """Queries, keys and values [T, (heads + 2 * kv_heads) * dim] as a product leaves them.
+
+    They are not rotated yet, and still lack the bias and the sizes of `source`'s rows, if given.
+    For latents see kernels/gpu/latent_projection.py.
+    """
 
     qkv: Tensor
     source: Scaled | None = None
     bias: Tensor | None = None
-    queries: Tensor | None = None  # made of what `qkv` has in their place
+    queries: Tensor | None = None  # replace those in `qkv`, from which they were computed
     adapters: LatentAdapters | None = None  # of products between latents and heads
 
     def rows(self, chosen: slice | Tensor) -> Projected:
@@ -76,8 +78,8 @@ def rotate_and_store(
     key_norm: Tensor | None = None,
 ) -> None:
     """Settles, norms and rotates queries and keys in place, settles values in place, and stores
-    keys and values in kv_layer [page, 2, token, kv_head, dim]. Where it has codes, they become
-    what these stand for.
+    keys and values in kv_layer [page, 2, token, kv_head, dim]. If it holds codes, keys and values
+    in place become the decoded ones.
 
     A pair of neighbouring dimensions is one complex number. cos_sin [positions, dim], float32,
     holds a position's cosines, one per pair, then its sines. slots [T] are page * page_size +
@@ -88,7 +90,7 @@ def rotate_and_store(
     tokens, dim = len(qkv), shape.head_dim
     heads, kv_heads = shape.heads, shape.kv_heads
     page_stride, value_offset, token_stride, head_stride, _ = kv_layer.stride()
-    # Rows whose size is still to be applied are of a larger step.
+    # Rows whose size is still to be applied belong to a larger step.
     block_heads = 1 if tokens <= FEW_TOKENS and squares is None else 8
     block_dim = triton.next_power_of_2(dim)
     if kv_layer.dtype == torch.uint8:
@@ -134,8 +136,8 @@ def norm_projections(
     ranks: int = 1,
     sum_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Projected:
-    """Settled, in place, with all queries and all keys of a row normed together; the weights are
-    as long as these. Where `ranks` share the heads, `sum_ranks` adds up their squares."""
+    """Settles rows in place and norms all queries of a row together, and all its keys. The norms'
+    weights are as long as these. If `ranks` share the heads, `sum_ranks` adds up their squares."""
     norms = query_norm, key_norm
     if sum_ranks is None:
         _norm_step("all", projected, norms, epsilon, ranks, projected.qkv)
@@ -155,8 +157,8 @@ def _norm_step(
     ranks: int,
     sums: Tensor,
 ) -> None:
-    """One of "squares", which settles too, and "norm"; or "all". sums [T, 2]: of the squares of
-    queries and of keys, between both."""
+    """Runs "squares" (which also settles) or "norm", or both as "all". sums [T, 2] passes the sums
+    of squares of queries and of keys from the first to the second."""
     qkv, squares, bias = projected.qkv, projected.squares, projected.bias
     queries, keys = map(len, norms)
     _norm_projections[(len(qkv),)](
@@ -253,10 +255,10 @@ def _norm_part(
 
 @triton.jit
 def load_pairs(pointer, at, mask):
-    """What is at offsets `at`, and for each its partner in a rotation.
+    """Loads the numbers at offsets `at`, and each one's partner in a rotation.
 
-    A second load, because the compiler changes the order of a product's inputs if they come from
-    tl.join, and takes long over tl.gather.
+    Partners are loaded too, because the compiler reorders a product's inputs if they come from
+    tl.join, and compiles tl.gather slowly.
     """
     return tl.load(pointer + at, mask=mask, other=0.0), tl.load(
         pointer + (at ^ 1), mask=mask, other=0.0
@@ -265,7 +267,7 @@ def load_pairs(pointer, at, mask):
 
 @triton.jit
 def load_turn(cos_sin_pointer, position, dim, DIM: tl.constexpr):
-    """What an element and its partner are multiplied by in a rotation: [1, BLOCK_DIM] each."""
+    """The factors of an element and of its partner in a rotation: [1, BLOCK_DIM] each."""
     at = cos_sin_pointer + position.to(tl.int64) * DIM + dim // 2
     cos = tl.load(at, mask=dim < DIM, other=0.0)
     sin = tl.load(at + DIM // 2, mask=dim < DIM, other=0.0)
@@ -287,8 +289,8 @@ def prepare_heads(
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
 ):
-    """raw [heads, BLOCK_DIM], heads of one token as a product left them -> settled, normed and
-    rotated, and settled only; both rounded. raw, bias and norm come with their partners."""
+    """raw [heads, BLOCK_DIM], heads of one token as a product left them -> the same settled, normed
+    and rotated, and settled only; both rounded. raw, bias and norm are pairs with partners."""
     dtype: tl.constexpr = raw[0].dtype
     settled = _settle(raw[0], size, bias[0], SCALED, BIAS)
     x = settled.to(tl.float32)
@@ -374,7 +376,7 @@ def _rotate_and_store(
     if CODED:
         wide = tl.where(inside, stored.to(tl.float32), 0.0)
         codes, scales, decoded = encode_heads(wide, dim, DIM, kv_pointer.dtype.element_ty)
-        # Long chunks are attended without their pages.
+        # Long chunks are attended without their pages, so they need the decoded numbers.
         stored = tl.where(is_query[:, None], stored, decoded.to(stored.dtype))
     tl.store(new + within, stored, mask=changed)
 

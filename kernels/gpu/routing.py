@@ -1,7 +1,7 @@
-"""Routing on a GPU: a row's experts, and all rows' pairs of row and expert in order of experts.
+"""Routing on a GPU: each row's experts, and all pairs of row and expert sorted by expert.
 
-The host reads nothing: what follows is launched for the most tiles that any choice can need, so
-that a step can be recorded. Each row is one program of one shape, and so are its bits.
+The host reads nothing: later kernels are launched for the most tiles that any choice can need, so
+that a step can be recorded. Each row has one program of fixed shape, so its bits are fixed too.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ class RouterTiling:
 FEW_ROWS = 32
 FEW = RouterTiling(16, 16, 512, 4)
 MANY = RouterTiling(64, 32, 128, 4)
-"""Few rows have all loads under way at once, and a small expert router still occupies several
+"""With few rows all loads are in flight at once, and a small expert router still occupies several
 multiprocessors."""
 
 STAGE_BYTES = 200 << 10
-"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+"""Shared memory of a multiprocessor for what a program loads ahead."""
 
 SORT_BLOCKS = (512, 4096)
-"""Pairs that a program looks at together, of few and of many."""
+"""Pairs that a program reads at once, for few and for many pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
     """The experts of T rows. A pair is a row's index times per_row, plus the expert's rank.
 
-    The pairs of a single row are left in order of rank: each has an expert to itself.
+    A single row's pairs are not sorted: each has its own expert.
     """
 
     chosen: Tensor  # [T, per_row], int32
     weights: Tensor  # [T, per_row], float32
     sizes: Tensor  # [T], float32: the factor of a row's products, as its norm is applied late
-    pairs: Tensor | None = None  # [T * per_row], int32, by expert and, within one, by row
+    pairs: Tensor | None = None  # [T * per_row], int32, sorted by expert, then by row
     starts: Tensor | None = None  # [every + 1], int32: where an expert's pairs begin
 
 
@@ -180,15 +180,15 @@ def _products(
 
 @triton.jit
 def _ordered(x):
-    """Whole numbers in the order of floats, above LOWEST: a warp finds the greatest of these in
-    one instruction."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # of one zero
+    """Integers in the order of floats x, above LOWEST: a warp finds the largest of these in one
+    instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST + 1)
 
 
 @triton.jit
 def _best(scores, lane, BLOCK: tl.constexpr):
-    """The lane of the highest score, the lowest of equal ones. Always a lane."""
+    """The lane of the highest score, the lowest among equal ones. Always a valid lane."""
     found = tl.where(scores == tl.max(scores, axis=0), lane, BLOCK - 1)
     return tl.min(found, axis=0)
 
@@ -204,7 +204,7 @@ def _in_best_groups(
     BLOCK: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """ranked, minus infinity outside the best groups."""
+    """Replaces scores outside the best groups by minus infinity."""
     lowest = float("-inf")
     group = lane // (EXPERTS // GROUPS)
     group_lane = tl.arange(0, BLOCK_GROUPS)
@@ -318,7 +318,7 @@ def _sort(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes one expert's pairs behind those of all experts before it."""
+    """Writes one expert's pairs after those of all experts before it."""
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], dtype=tl.int32)

@@ -1,4 +1,4 @@
-"""What follows a product of few rows: its bias, gate, residual and norm (kernels/gpu/linear.py)."""
+"""The bias, gate, residual and norm that follow a product of few rows (kernels/gpu/linear.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.kernels.linear import Activation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What comes before a product, and after it."""
+    """The operations before and after a product."""
 
     source: Scaled | None = None
     norm: Tensor | None = None
@@ -31,14 +31,15 @@ class Extras:
     gates: Activation | None = None
     ahead: Tensor | None = None
     shrunk: Shrunk | None = None
-    onto: bool = False  # for a residual, though that is not added here
+    onto: bool = False  # the product is for a residual, which another kernel adds
 
     @property
     def epsilon(self) -> float:
         return self.source.epsilon if self.source else 0.0
 
     def tensors(self, x: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
-        """What `finish` reads and writes, and what is loaded ahead; x where there is none."""
+        """The tensors that `finish` reads and writes, and the one to prefetch; x for those that are
+        None."""
         scaled = self.target or self.source
         squares = scaled.squares if scaled else None
         return (
@@ -93,9 +94,10 @@ def finish(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Stores what a program's products [columns, rows] stand for, rounded as the matrix library
-    leaves them. `ups`: of gated ones. `line`: the rows again, and `part` those of their squares
-    which the program adds up or, with ADDS, leaves: tensors of another layout, in Gluon."""
+    """Finishes and stores a program's products [columns, rows], which are rounded as the matrix
+    library's. `ups` are those of gated products. `line` are the rows again and `part` their parts
+    of squares, which the program adds up or, with ADDS, writes; in Gluon both have another
+    layout."""
     at = row.to(tl.int64)[None, :] * outputs + column[:, None]
     in_columns = column < outputs
     mask = (row < rows)[None, :] & in_columns[:, None]
@@ -105,7 +107,7 @@ def finish(
     if BIAS:
         bias = tl.load(bias_pointer + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
     if ADDS:
-        # Rounded as many rows are: the product, with its bias, with the residual.
+        # Rounded where products of many rows are: the product, plus its bias, plus the residual.
         if BIAS:
             sums = (sums + bias).to(dtype).to(tl.float32)
         sums += tl.load(out_pointer + at, mask=mask, other=0.0).to(tl.float32)
@@ -116,7 +118,7 @@ def finish(
         inside = (line < rows)[None, :] & (part * SQUARES < outputs)[:, None]
         tl.store(squares_at, square_sums(squares, 1, SQUARES), mask=inside)
     else:
-        # Before a row's size is applied.
+        # The row's size has not been applied yet.
         size = 1.0
         if PARTS > 0:
             inside = (line < rows)[None, :] & (part < PARTS)[:, None]

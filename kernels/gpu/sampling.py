@@ -1,9 +1,9 @@
-"""Samples tokens on the device: the best, or drawn as engine/sampler.py defines it.
+"""Samples tokens on the device: the best one, or a draw as engine/sampler.py defines it.
 
-A draw takes the largest of logit / temperature + noise (kernels/noise.py) among the tokens
-that the filters leave, so a row can be cut into parts like any search for a maximum.
+A draw takes the token with the largest logit / temperature + noise (kernels/noise.py) among those
+that the filters keep, so a row can be cut into parts as in any search for a maximum.
 
-Nothing is sorted: a filter is a least weight (kernels/gpu/floors.py).
+Nothing is sorted: a filter is a smallest weight (kernels/gpu/floors.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEW_ROWS = 8
 DRAW_BLOCK = 8192
 NOISE_BLOCK = tl.constexpr(1024)
 CAPACITY = 2048
-"""Weights within the searched range that fit into registers."""
+"""How many weights of the searched range fit into registers."""
 
 COLDEST = tl.constexpr(1e-10)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -31,9 +31,9 @@ LOWEST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 
 
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
-    """logits [B, V], whole rows -> [B], int32: the best tokens, of equals the lowest.
+    """logits [B, V], whole rows -> [B], int32: the best tokens, the lowest among equal ones.
 
-    -1 for a row with a NaN, or whose best is not finite.
+    -1 for a row with a NaN, or whose best logit is not finite.
     """
     keys = _part_keys(logits)
     if out is None:
@@ -54,11 +54,11 @@ def sample(
     draw_keys: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """logits [B, V], whole rows -> [B], int32; -1 for rows like argmax's.
+    """logits [B, V], whole rows -> [B], int32; -1 for the same rows as argmax.
 
-    All others [B]: temperatures float32 and top_k int32, where a row with temperature 0 or
-    top_k 1 takes its best token and top_k 0 keeps all; top_p float32 or float64, 1 keeps all;
-    min_p float32, 0 keeps all; draw_keys int64, of kernels/noise.py.
+    The other arguments are [B]. temperatures, float32, and top_k, int32: a row with temperature 0
+    or top_k 1 takes its best token; top_k 0 keeps all. top_p, float32 or float64: 1 keeps all.
+    min_p, float32: 0 keeps all. draw_keys, int64: see kernels/noise.py.
     """
     rows, size = logits.shape
     keys = _part_keys(logits)
@@ -191,8 +191,8 @@ def _find_floors(
     BLOCK: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """Leaves each row's best token, and the bits of the least weight that may be drawn: 0 where
-    all may, -1 where the best token is taken without a draw."""
+    """Stores each row's best token, and the bits of the smallest weight that may be drawn: 0 if all
+    may, -1 if the best token is taken without a draw."""
     row = tl.program_id(0).to(tl.int64)
     token = _token(_best_key(keys_pointer, row, PARTS, BLOCK_PARTS))
     tl.store(best_pointer + row, token)
@@ -209,7 +209,7 @@ def _find_floors(
         best = tl.load(logits + token).to(tl.float32)
         floor = tl.full([], ZERO_BITS, dtype=tl.int32)
         if (top_k > 0) | (top_p < 1.0):
-            # The row's place for its floor counts meanwhile.
+            # The row's entry in `floors` serves as a counter meanwhile.
             floor = filtered_floor(
                 logits, best, scale, top_k, top_p, spare, floors_pointer + row, SIZE, BLOCK, SPARE
             )
@@ -231,7 +231,7 @@ def _share(token, draw_key):
 
 @triton.jit
 def _exponential(share):
-    """-log(1 - share), exact where that difference rounds: the winner's is small."""
+    """-log(1 - share), accurate where 1 - share rounds: the winner's share is small."""
     rest = 1.0 - share
     lost = 1.0 - rest
     return tl.where(lost == 0.0, share, -tl.log(rest) * (share / lost))
@@ -250,7 +250,7 @@ def _best_with_noise(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replaces a part's key by that of its best token with noise, in rows that draw."""
+    """Replaces a part's key by that of its best token with noise, in rows that are drawn."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     floor = tl.load(floors_pointer + row)
     if floor >= 0:
@@ -266,8 +266,8 @@ def _best_with_noise(
             logit = tl.load(logits + token, mask=token < SIZE, other=float("-inf")).to(tl.float32)
             share = _share(token, draw_key)
             odds = tl.exp2((logit - best) * (LOG2_E / temperature))
-            # A token that beats the row's best has an exponential, and so a share, below this.
-            # Few have, so most blocks need no logarithm. 1.001: rounding loses none.
+            # A token that beats the row's best has an exponential, and so a share, below this
+            # limit. Few have, so most blocks need no logarithm. The factor 1.001 covers rounding.
             possible = share <= odds * limit
             possible &= tl.floor(odds * WEIGHT_ONE).to(tl.int32, bitcast=True) >= floor
             if tl.max(possible.to(tl.int32), axis=0) > 0:

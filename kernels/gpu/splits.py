@@ -1,7 +1,7 @@
-"""Splits of a context that several programs share when decoding, and how they are merged.
+"""The splits of a context that several programs share when decoding, and their merge.
 
 The first program merges its own splits, the others store each of theirs, and a second kernel
-merges these in their order.
+merges these in order.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from baton.kernels.gpu.fixed_order import SPLIT, fades
 
 WANTED_PROGRAMS = 512
-"""Programs that fill the chip."""
+"""How many programs fill the chip."""
 
 MOST_PROGRAMS = 32
-"""Programs that share a context at most."""
+"""Most programs that share a context."""
 
 MERGED_TOGETHER = 16
 """Splits whose results are loaded before the first of them is merged."""
 
 
 def programs_for(batch: int, kv_heads: int, wanted: int = WANTED_PROGRAMS) -> int:
-    """Programs that share one sequence's context: enough to fill the chip, no more."""
+    """How many programs share one sequence's context: enough to fill the chip, no more."""
     each = triton.cdiv(wanted, batch * kv_heads)
     return min(triton.next_power_of_2(each), MOST_PROGRAMS)
 
@@ -71,9 +71,9 @@ def merge_splits(
     window: int,
     out: Tensor,
 ) -> None:
-    """What so many programs have left for each row -> out [B, heads * dim].
+    """Merges the results that `programs` programs per row left -> out [B, heads * dim].
 
-    Extents are positions [B], one for each row, or blocks [n, 4] of rows in their order (see
+    extents are positions [B], one per row, or blocks [n, 4] of rows in order (see
     kernels/gpu/guess_attention.py).
     """
     dim = workspace.sums.shape[1]
@@ -101,7 +101,7 @@ def merge_splits(
 
 @triton.jit
 def _unstack(x, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """x [COUNT, SIZE] -> its rows, a tuple."""
+    """x [COUNT, SIZE] -> a tuple of its rows."""
     parts = (tl.trans(x),)
     for level in tl.static_range(COUNT.bit_length() - 1):
         halves = ()
@@ -132,7 +132,7 @@ def _merge(
     COUNT: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One head of one row: what its first program has merged, then each further split."""
+    """Merges one head of one row: the first program's result, then each further split."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     if BLOCKS == 0:
         position = tl.load(extents_pointer + sequence)
@@ -155,7 +155,7 @@ def _merge(
         total, sums = tl.zeros_like(highest), tl.zeros_like(highest)
         for split in range(tl.cdiv(active, programs) - 1, active, COUNT):
             index = split + tl.arange(0, COUNT)[:, None] + tl.zeros([1, BLOCK_D], dtype=tl.int32)
-            # Beyond the last split the last one again, with no weight.
+            # Splits beyond the last repeat it with weight 0.
             at = row * splits + tl.minimum(index, active - 1)
             found = tl.load(
                 sums_pointer + at * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0

@@ -1,4 +1,4 @@
-"""How products of few rows (kernels/gpu/linear.py) are cut into programs."""
+"""The tilings of products of few rows (kernels/gpu/linear.py)."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ FP8_TILE_ROWS = 64
 FP8_ROWS_ONTO = 16
 PACKED_TILE_ROWS = 128
 PACKED_ROWS = 512
-"""Beyond this many rows the matrix library is faster; in FP8, beyond a tile's, or fewer of products
-onto the residual; of packed weights, with the time to decode them for it."""
+"""Beyond these row counts the matrix library is faster: MOST_ROWS for plain weights, FP8_TILE_ROWS
+for FP8, FP8_ROWS_ONTO for FP8 products onto the residual, and PACKED_ROWS for packed weights, with
+the time to decode them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearTiling:
-    outputs: int  # of a program
+    outputs: int  # per program
     depth: int  # inputs per iteration of its loop
     warps: int
     stages: int
-    rows: int = MOST_ROWS  # of a program, at most
+    rows: int = MOST_ROWS  # most rows per program
 
 
 MULTIPROCESSORS = 132
-"""Of an H200, for which tilings were measured."""
+"""Multiprocessors of an H200, for which tilings were measured."""
 
 STAGE_BYTES = 224 << 10
-"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+"""Shared memory of a multiprocessor for what a program loads ahead."""
 
 MIDDLE = LinearTiling(64, 128, 4, 6)
 SHALLOW = LinearTiling(64, 64, 4, 8)
@@ -47,7 +48,7 @@ WIDE = LinearTiling(128, 128, 8, 3)
 
 def tiling_for(outputs: int, rows: int) -> LinearTiling:
     """Few outputs need small tiles to fill the chip; many are read faster in large ones."""
-    if rows > MOST_ROWS:  # beside packed weights
+    if rows > MOST_ROWS:  # a plain weight of a model with packed ones: see most_rows
         return LinearTiling(64, 128, 4, 4, PACKED_TILE_ROWS)
     if outputs < 8192:
         return MIDDLE
@@ -55,22 +56,22 @@ def tiling_for(outputs: int, rows: int) -> LinearTiling:
 
 
 def fp8_tiling_for(outputs: int, rows: int) -> LinearTiling:
-    """Of 64 outputs at least: smaller products are of other instructions, with other bits."""
+    """At least 64 outputs: smaller products use other instructions, with other bits."""
     if outputs >= 8192:
         return LinearTiling(128, 128, 8, 4, FP8_TILE_ROWS)
-    # More rows than a tile's are of programs that share a multiprocessor.
+    # With more rows than a tile has, programs share a multiprocessor.
     return LinearTiling(64, 128, 4, 8 if rows <= FP8_TILE_ROWS else 6, FP8_TILE_ROWS)
 
 
 def is_faster_without_scales(rows: int, weight: Weight) -> bool:
-    """Whether the matrix library is faster, for a product onto the residual (fp8_rows.py)."""
+    """True if the matrix library is faster for a product onto the residual (fp8_rows.py)."""
     return isinstance(weight, Fp8Weight) and rows > FP8_ROWS_ONTO and library_multiplies(weight)
 
 
 def packed_tiling_for(outputs: int, rows: int, gated: bool) -> LinearTiling:
-    """Of 64 outputs at least, as in FP8; of gated products half are ups. Programs do not decode
-    while they multiply: with many rows several share a multiprocessor. Few outputs leave some idle,
-    so more programs decode the same weights for fewer rows each."""
+    """At least 64 outputs, as in FP8; half of a gated product's are ups. Programs do not decode
+    while they multiply, so with many rows several share a multiprocessor. Few outputs would leave
+    some idle, so more programs decode the same weights for fewer rows each."""
     if gated:
         if rows <= MOST_ROWS:
             return LinearTiling(64, 128, 4, 4)
@@ -85,9 +86,9 @@ def packed_tiling_for(outputs: int, rows: int, gated: bool) -> LinearTiling:
 
 
 def hopper_tiling_for(outputs: int, rows: int, depth: int) -> LinearTiling | None:
-    """Of packed weights that are decoded while others are multiplied; None where programs that
-    share a multiprocessor, each idle at times, are as fast. Where half of the chip would be idle,
-    two programs decode the same weights for half of the rows each."""
+    """The tiling of packed products that decode while they multiply (packed_rows.py); None if
+    packed_tiling_for's programs, which share a multiprocessor, are as fast. If half of the chip
+    would be idle, two programs decode the same weights for half of the rows each."""
     if rows > PACKED_TILE_ROWS:
         return _hopper_tiling_of_many(outputs, rows)
     programs, share = outputs // 64, triton.next_power_of_2(rows)
@@ -102,7 +103,7 @@ def hopper_tiling_for(outputs: int, rows: int, depth: int) -> LinearTiling | Non
 
 
 def _hopper_tiling_of_many(outputs: int, rows: int) -> LinearTiling | None:
-    """The largest tiles that keep most of the chip at work."""
+    """The largest tiles that keep most of the chip busy."""
     tiles, parts = outputs // 128, triton.cdiv(rows, PACKED_TILE_ROWS)
     programs = tiles * triton.cdiv(parts, 2)
     chips = triton.cdiv(programs, MULTIPROCESSORS)
@@ -122,16 +123,18 @@ def row_block(tiling: LinearTiling, rows: int) -> int:
 
 
 def stages_for(tiling: LinearTiling, block_m: int, gated: bool, code_bits: int, bits: int) -> int:
-    """Iterations loaded ahead: the tiling's, or as many as fit. Of weights of `code_bits` and rows
-    of `bits`."""
+    """How many iterations are loaded ahead: the tiling's stages, or as many as fit. Weights have
+    `code_bits` each, rows' numbers `bits`."""
     turn = tiling.outputs * (1 + gated) * code_bits + block_m * bits
     return min(tiling.stages, STAGE_BYTES // (turn * tiling.depth // 8))
 
 
 def most_rows(weights: Iterable[Weight]) -> tuple[int, int]:
-    """Of a model's products that are ours: with codes, and with plain weights. Beside packed
-    weights both are the same: the squares that ours leave of a row are in parts, which only ours
-    add up."""
+    """The most rows for which our kernels multiply: weights with codes, and plain weights.
+
+    With packed weights in the model both are the same: our kernels leave a row's squares in parts,
+    which only they add up.
+    """
     every = list(weights)
     if any(isinstance(weight, PackedWeight) for weight in every):
         return PACKED_ROWS, PACKED_ROWS

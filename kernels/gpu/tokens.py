@@ -1,4 +1,4 @@
-"""A step's tokens on the device: its inputs and the sampled ones."""
+"""A step's input tokens and sampled tokens on the device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ BLOCK = 256
 def begin(
     staged: Tensor, rows: Tensor, last_tokens: Tensor, tokens: Tensor, table: Tensor, pages: Tensor
 ) -> None:
-    """Settles each token of a step, and enters new pages into the page table.
+    """Writes the tokens of a step, and enters new pages into the page table.
 
-    staged [T], int32: a token, or -1 for the one the step before sampled for the same row of
-    the table; rows [T] say which. tokens [T] is written. pages [n, 2]: places in the flattened
-    table, and their new pages.
+    staged [T], int32: a token, or -1 for the one that the previous step sampled for the same row
+    of the table; rows [T] are these rows. tokens [T] is written. pages [n, 2]: indices into the
+    flattened table, and their new pages.
     """
     most = max(len(staged), len(pages))
     _begin[(triton.cdiv(most, BLOCK),)](
@@ -49,7 +49,7 @@ def _begin(
     token = tl.load(staged_pointer + index, mask=mine, other=0)
     row = tl.load(rows_pointer + index, mask=mine, other=0)
     last = tl.load(last_pointer + row, mask=mine & (token < 0), other=0)
-    # A row whose logits were not finite has no token; what follows is dropped.
+    # A row whose logits were not finite has no token; its results are dropped.
     token = tl.maximum(tl.where(token < 0, last, token), 0)
     tl.store(tokens_pointer + index, token, mask=mine)
     mine = index < page_count
