@@ -1,1 +1,1 @@
-"""The source of every figure in docs/PERFORMANCE.md and docs/PLANNING.md."""
+"""Benchmarks: the source of every figure in docs/PERFORMANCE.md and docs/PLANNING.md."""

@@ -1,9 +1,9 @@
 """What each part of the cost model contributes: `python -m bench.ablation [TRACE.jsonl]`.
 
-Takes one coefficient or fit at a time from what the policy believes, and replays the same
-requests. Without a trace: two prefill and two decode workers in virtual time, which learn their
-costs as a router does (tests/support/shared_cores.py). With a trace: the planner's simulator,
-whose costs are known.
+Removes one coefficient or fit at a time from the policy's cost model and replays the same
+requests. Without a trace: two prefill and two decode workers in virtual time, whose costs are
+learned as a router learns them (tests/support/shared_cores.py). With a trace: the planner's
+simulator, whose costs are known.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LEARNED = {
     "cores, 128": (SHARED_CORES, (128, 16)),
     "GPUs, 4096": (GPUS, (4096, 32)),
 }
-"""Hardware, and the tokens of prompts and answers."""
+"""The hardware, and the tokens of prompts and answers."""
 LOAD = 0.9
 
-# A network of 1 GB/s; and pools that share hardware, where prefill slows decode down.
+# Other cases: a network of 1 GB/s, and pools that share hardware, where prefill slows decode down.
 REPLAYED = {
     "40 GB/s": H200_8B,
     "1 GB/s": dataclasses.replace(H200_8B, transfer=(1e-3, 1e-9)),
@@ -44,7 +44,7 @@ GOALS = Goals(ttft=4.0, itl=0.05, most_workers=6)
 
 
 def without(name: str, place: int, value: float = 0.0) -> Change:
-    """Without one coefficient."""
+    """A change that sets one coefficient to `value`."""
 
     def change(costs: Costs) -> Costs:
         values = list(getattr(costs, name))
@@ -56,7 +56,7 @@ def without(name: str, place: int, value: float = 0.0) -> Change:
 
 
 def _pending_as_own(costs: Costs) -> Costs:
-    """Tokens in the queue cost as much as the prompt's own."""
+    """Makes queued tokens cost as much as the prompt's own."""
     prefill, local = (each._replace(queued=each.token) for each in (costs.prefill, costs.local))
     return dataclasses.replace(costs, prefill=prefill, local=local)
 
@@ -95,7 +95,7 @@ class AblatedModel(CostModel):
 
 
 class AblatedSimulator(Simulator):
-    """Its policy believes less than the workers cost."""
+    """A simulator whose policy uses changed costs; its workers keep theirs."""
 
     def __init__(self, setup: Setup, change: Change) -> None:
         super().__init__(setup)
@@ -107,7 +107,7 @@ class AblatedSimulator(Simulator):
 
 
 def learned(change: Change, seeds: int) -> Iterator[str]:
-    """For each case: good requests, and the mean seconds of one."""
+    """Yields for each case the share of good requests and the mean seconds of a request."""
     for hardware, shape in LEARNED.values():
         found = calibrate(hardware, *shape)
         made = partial(_ablated_cluster, hardware, change)
@@ -120,7 +120,7 @@ def _ablated_cluster(hardware: Hardware, change: Change) -> Cluster:
 
 
 def replayed(change: Change, requests: Sequence[TraceRequest]) -> Iterator[str]:
-    """For each case: requests that keep both objectives, and the mean TTFT."""
+    """Yields for each case the share of requests that meet both objectives, and the mean TTFT."""
     for profile in REPLAYED.values():
         report = AblatedSimulator(Setup(WORKERS, profile, GOALS), change).run(requests)
         yield f"{report.kept:.1%}, {report.ttft.mean:.3f} s"
@@ -129,8 +129,8 @@ def replayed(change: Change, requests: Sequence[TraceRequest]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path, nargs="?", help="replayed in the planner's simulator")
-    parser.add_argument("--seeds", type=int, default=8, help="runs of each case that learns")
-    parser.add_argument("--minutes", type=float, default=15.0, help="of the trace")
+    parser.add_argument("--seeds", type=int, default=8, help="runs per case with learned costs")
+    parser.add_argument("--minutes", type=float, default=15.0, help="minutes of the trace")
     arguments = parser.parse_args()
     cases = list(REPLAYED if arguments.trace else LEARNED)
     if arguments.trace:

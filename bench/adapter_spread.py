@@ -1,15 +1,15 @@
-"""Many LoRA adapters on few places: which requests find theirs loaded, by placement policy.
+"""Many LoRA adapters in few slots: which requests find theirs loaded, by placement policy.
 
     python -m bench.adapters --zipf
 
 Four prefill and four decode workers, processes on CPUs, have room for 16 adapters each. Requests
 draw one of 200 adapters, the k-th with a weight of 1/k (Zipf); their prompts share nothing, so
-cached pages play no part. Workers begin empty, anew for each policy. A request asks a worker of
-each pool for its adapter: a hit where it is loaded, else a load, which all that wait for the same
-adapter share.
+cached pages have no effect. Each policy gets fresh workers without adapters. A request asks a
+worker of each pool for its adapter: a hit if it is loaded, else a load, which all requests that
+wait for the same adapter share.
 
-Beside it, by simulation, a pool's hit rates if its workers were chosen by chance; if all its places
-were those of one worker, which no copies of an adapter waste; and if it knew the future.
+For comparison a simulation gives a pool's hit rates with workers chosen at random, with one worker
+that has all slots and so keeps no copies, and with the most requested adapters always loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bench.processes import FREE_ROUTER, Process, router, workers
 
 ADAPTERS, SLOTS, POOL, RANK = 200, 16, 4, 4
 PARTS, REQUESTS, CLIENTS = 4, 300, 8
-"""Parts of a run, requests of each, and how many wait for an answer at once."""
+"""Parts of a run, requests per part, and concurrent requests."""
 PROMPT, ANSWER = 24, 4
 POLICIES = ("kv_aware", "least_loaded", "round_robin")
 POOLS = ("prefill", "decode")
@@ -61,7 +61,7 @@ SHAPE = {
 
 
 def write_adapter(model: Model, folder: Path, rank: int) -> None:
-    """In all linear layers, with random weights."""
+    """Writes an adapter of all linear layers, with random weights."""
     tensors = {}
     for place in places_of(model):
         name = f"base_model.model.{place.module}.lora_"
@@ -74,7 +74,7 @@ def write_adapter(model: Model, folder: Path, rank: int) -> None:
 
 
 def write_all(folder: Path) -> dict[str, str]:
-    """A model and its adapters; returns these by name."""
+    """Writes a model and its adapters. Returns the adapters' folders by name."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
     shape = parse_architecture(folder / "model" / "config.json")
@@ -87,7 +87,7 @@ def write_all(folder: Path) -> dict[str, str]:
 
 
 def draw(names: Sequence[str]) -> list[str]:
-    """The adapter of each request."""
+    """Draws the adapter of each request."""
     weights = [1 / (rank + 1) for rank in range(len(names))]
     return random.Random(0).choices(names, weights, k=PARTS * REQUESTS)
 
@@ -104,7 +104,7 @@ def ask(client: Client, names: Sequence[str], seed: int) -> None:
 
 
 def events(members: Collection[Process], requests: int) -> Counter[str]:
-    """What happened to adapters in these workers, once they have reported so many requests."""
+    """Counts of adapter events in these workers, once they have reported `requests` requests."""
     while (found := reported(members))["requested"] < requests:
         time.sleep(0.1)
     return found
@@ -159,7 +159,8 @@ def print_part(policy: str, part: int, changes: Sequence[Counter[str]]) -> None:
 
 
 def hit_rate(asked: Sequence[str], workers: int, slots: int) -> float:
-    """Of workers chosen by chance, which drop the adapter idle longest."""
+    """The hit rate of workers that are chosen at random and evict the least recently used
+    adapter."""
     chance, places = random.Random(0), [OrderedDict[str, None]() for _ in range(workers)]
     hits = 0
     for name in asked:

@@ -1,14 +1,14 @@
-"""LoRA adapters on one GPU: what they add to steps, and what a load takes.
+"""LoRA adapters on one GPU: the time that they add to steps, and the time to load one.
 
     python -m bench.adapters [--config CONFIG_JSON] [--rank 16]
     python -m bench.adapters --zipf        where requests for many adapters go (no GPU):
                                            bench/adapter_spread.py
 
 Needs a GPU, torch, triton and safetensors. The model has the config's shape (Llama 3.1 8B's by
-default) and random bfloat16 weights; so have the adapters, in all linear layers. Times are those of
-bench.gpu; the base's are of the same runner, in steps without an adapter. A load reads a folder
-whose files are in the page cache, checks its digest and copies it; a later one copies it from host
-memory.
+default) and random bfloat16 weights; the adapters have random weights in all linear layers. Times
+are measured as in bench.gpu; `base` is the same runner in steps without an adapter. A load reads a
+folder whose files are in the page cache, checks its digest and copies it to the GPU; a later load
+copies it from host memory.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from bench.timing import median_seconds
 
 SLOTS, TOKENS, MAX_BATCH, TRIES = 16, 60_000, 64, 5
 STEPS = ((1, 1, 512), (32, 1, 512), (32, 8, 512), (32, 16, 512), (64, 8, 512))
-"""Rows of a decode step, different adapters among them, and context."""
+"""Rows of a decode step, the number of different adapters, and the context."""
 PROMPTS = (512, 2048)
 
 
 def loads(slots: AdapterSlots, adapter: Adapter) -> Iterator[tuple[str, float]]:
-    """Of a folder and of host memory; leaves the adapter there and in no slot."""
+    """Times loads from a folder and from host memory. Leaves the adapter in host memory only."""
 
     def load() -> None:
         slots.add_adapter(adapter, slots.load_adapter(adapter))
@@ -102,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--config", type=Path, default=CONFIGS / "llama-3.1-8b.json")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--zipf", action="store_true", help="many adapters on few places")
+    parser.add_argument("--zipf", action="store_true", help="many adapters in few slots")
     options = parser.parse_args()
     if options.zipf:
         adapter_spread.main()

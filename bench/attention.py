@@ -1,11 +1,11 @@
-"""Attention of a prompt's chunk on one thread of a CPU: with keys laid out for many rows, and with
-keys read in place, in turn.
+"""Attention of a prompt's chunk on one CPU thread: keys laid out for many rows against keys read in
+place, measured in turn.
 
     python -m bench.attention [--tokens 512] [--contexts 512 1024 2048] [--pages float32 int8 ...]
 
-Times are of the thread's CPU, the best of --repeats, and in the shape of the embedded model. A
-context includes the chunk. The speed of a product of the same run says what the CPU can do. Without
-AVX-512 keys are never laid out, and both columns are of the same code.
+Times are CPU times of the thread, the best of --repeats, in the shape of the embedded model. A
+context includes the chunk. A matrix product of the same run shows what the CPU can do. Without
+AVX-512 keys are never laid out, and both columns measure the same code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def attention(cache: LayerCache, *, in_place: bool) -> paged_attention.CompiledAttention:
-    """Compiled anew; keys are not laid out for any row if `in_place`."""
+    """Compiles attention that never lays out keys if `in_place`."""
     longest = 0 if in_place else attention_shape.LONGEST_COLUMN
     digest = f"in place {in_place} {compiler.source_digest()}"
     paged_attention._compiled.cache_clear()
@@ -51,7 +51,7 @@ def attention(cache: LayerCache, *, in_place: bool) -> paged_attention.CompiledA
 
 
 def best_seconds(ways: list[Callable[[], Tensor]], repeats: int) -> list[float]:
-    """Of each way; they are measured in turn."""
+    """The best time of each way; they are measured in turn."""
     found = [float("inf")] * len(ways)
     for _ in range(repeats):
         for index, way in enumerate(ways):
@@ -62,13 +62,13 @@ def best_seconds(ways: list[Callable[[], Tensor]], repeats: int) -> list[float]:
 
 
 def chunk_reads(tokens: int, context: int) -> ChunkReads:
-    """Of the last tokens of a context, whose pages are in no order."""
+    """The reads of the last tokens of a context whose pages are in random order."""
     pages = torch.randperm(-(-context // PAGE_SIZE))
     return ChunkReads(pages, 0, context - tokens, context, None)
 
 
 def operations(tokens: int, context: int) -> int:
-    """Of the products that the chunk needs."""
+    """Floating-point operations of the chunk's products."""
     pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
     return 4 * HEADS * HEAD_DIM * pairs
 
@@ -96,7 +96,7 @@ def print_row(name: str, tokens: int, context: int, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--tokens", type=int, default=512, help="of the chunk")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of the chunk")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--pages", nargs="+", choices=list(PAGES), default=list(PAGES))
     parser.add_argument("--repeats", type=int, default=30)

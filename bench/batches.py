@@ -1,11 +1,11 @@
-"""Requests beside a batch: what it costs them.
+"""How much a batch slows other requests down.
 
     python -m bench.batches [--model MODEL] [--lines N] [--tokens N] [--requests N] [--follow-ups N]
 
 Router, prefill and decode worker share the machine's cores. Short chats are streamed one by one:
-while nothing else runs, while a batch runs, and right after the answer to another chat beside the
-batch, as a program with several turns sends them. Prints the time to first token and of the whole
-answer, and the batch's tokens a second alone and beside the chats.
+while nothing else runs, while a batch runs, and, beside the batch, right after the answer to
+another chat, as a program with several turns sends them. Prints the time to first token and of the
+whole answer, and the batch's tokens per second alone and beside the chats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.processes import FREE_ROUTER, Process, router, workers
 ANSWER_TOKENS = 8
 WARM_UP = 3
 UNDER_WAY = 500
-"""Tokens of a batch after which its first requests no longer begin all at once."""
+"""Tokens of a batch after which its requests no longer start all at once."""
 ALONE_SECONDS = 20.0
 MAX_SECONDS = 600.0
 
@@ -67,7 +67,7 @@ class Bench:
         self._client.batches.cancel(batch.id)
 
     def _visit(self) -> Times:
-        """A chat after a while in which the batch is alone."""
+        """Sends a chat after the batch has run alone for a while."""
         time.sleep(self._draw.uniform(1.0, 2.0))
         return self._chat()
 
@@ -111,7 +111,7 @@ class Bench:
         return {"custom_id": f"line-{index}", "method": "POST", "url": url, "body": body}
 
     def _rate(self, work: Callable[[], object]) -> float:
-        """Generated tokens a second meanwhile, those of chats included."""
+        """Generated tokens per second while `work` runs, those of chats included."""
         began, before = time.perf_counter(), self._generated()
         work()
         return (self._generated() - before) / (time.perf_counter() - began)
@@ -157,7 +157,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--lines", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=200, help="of a line's answer")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of a line's answer")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--follow-ups", type=int, default=20)
     parser.add_argument("--kv-memory", default="1GiB")

@@ -1,11 +1,11 @@
-"""Compiled kernels of a CPU against torch's operators: which bits depend on the batch, and times.
+"""Compiled CPU kernels against torch's operators: times, and which bits depend on the batch.
 
     python -m bench.cpu_numerics [--threads 2] [--config CONFIG_JSON] [--parts bits products ...]
 
 Needs torch and llvmlite; no weights, no network. The model has the shape of the config
 (SmolLM2-135M's by default) and random weights. Both ways are measured in turn, each as the best
-of some runs. `bits` counts the numbers of rows, from 1 to 256, with which some row is not what
-it is alone.
+of some runs. `bits` counts the batch sizes, from 1 to 256 rows, at which some row differs from the
+same row computed alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Action = Callable[[], object]
 
 @contextlib.contextmanager
 def torchs_path() -> Iterator[None]:
-    """Within, nothing is compiled."""
+    """Disables compiled kernels within the context."""
     available = compiler.available
     compiler.available = lambda: False  # type: ignore[assignment]
     try:
@@ -70,7 +70,7 @@ def torchs_path() -> Iterator[None]:
 
 
 def best(actions: dict[str, Action], seconds: float = 0.4) -> dict[str, float]:
-    """The shortest time of each, in ms, measured in turn."""
+    """The shortest time of each action, in ms; they are measured in turn."""
     times = dict.fromkeys(actions, float("inf"))
     for action in actions.values():
         action()
@@ -91,13 +91,13 @@ def line(title: str, times: dict[str, float]) -> None:
 
 
 def sizes_that_differ(product: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """With how many of 1 to len(x) rows some row is not what it is alone."""
+    """How many batch sizes, from 1 to len(x) rows, change some row from what it is alone."""
     alone = torch.cat([product(x[row : row + 1]) for row in range(len(x))])
     return sum(not torch.equal(product(x[:rows]), alone[:rows]) for rows in range(1, len(x) + 1))
 
 
 def padded(product: Callable[[Tensor], Tensor], block: int) -> Callable[[Tensor], Tensor]:
-    """The product of whole blocks of rows, each by itself."""
+    """A product that multiplies padded blocks of rows one by one."""
 
     def of_blocks(x: Tensor) -> Tensor:
         filled = functional.pad(x, (0, 0, 0, -len(x) % block))
@@ -122,7 +122,7 @@ def product_shapes(shape: Architecture) -> dict[str, tuple[int, int]]:
 def linear_pair(
     kind: str, outputs: int, inputs: int, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """torch's and the compiled one, of the same weight and norm."""
+    """torch's and the compiled product with the same weight and norm."""
     weight = torch.randn(outputs, inputs).div_(inputs**0.5).to(dtype)
     norm = RMSNorm(torch.rand(inputs).add_(0.5).to(dtype), 1e-5)
     if kind == "gate_up":
@@ -167,7 +167,7 @@ def products(shape: Architecture) -> None:
 
 
 class Pages:
-    """Keys and values of one sequence, in pages in any order."""
+    """Keys and values of one sequence, in pages in random order."""
 
     def __init__(self, shape: Architecture, tokens: int, dtype: torch.dtype) -> None:
         pages = tokens // PAGE_SIZE + 1
@@ -237,7 +237,7 @@ class Whole:
         return self._model.logits(self._runner._forward(inputs))
 
     def chunk(self, sequence: int, start: int, count: int, context: int) -> ChunkInputs:
-        """Tokens of a sequence with pages of its own for `context` tokens."""
+        """Tokens of a sequence that has its own pages for `context` tokens."""
         tokens = [(11 * sequence + 7 * at + at * at) % 32_000 for at in range(start, start + count)]
         each = -(-context // PAGE_SIZE)
         pages = [(sequence * each + page) % self._pages for page in range(each)]
@@ -267,7 +267,8 @@ def model(shape: Architecture) -> None:
 
 
 def logits_that_differ(ours: Whole) -> int:
-    """One sequence of 301 tokens: whole, in chunks, and its last one decoded beside others."""
+    """Compares the logits of a sequence of 301 tokens: computed whole, and in chunks with its last
+    token decoded beside other sequences."""
     context = 512
     whole = ours.step([ours.chunk(3, 0, 301, context)])
     differ = 0

@@ -1,4 +1,4 @@
-"""A decode worker's loop around one engine: its scheduler and its pipeline of steps."""
+"""A decode worker's loop around one engine: its scheduler and its step pipeline."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Run:
     steps: int = 0
     guessed: int = 0
     accepted: int = 0
-    together: float = 0.0  # tokens a second until the first answer ends
+    together: float = 0.0  # tokens per second until the first answer ends
 
     @property
     def rate(self) -> float:
@@ -74,7 +74,7 @@ class DecodeLoop:
         self.run = Run([])
 
     def step(self) -> bool:
-        """False when all is answered."""
+        """Runs a step. False when all answers are complete."""
         run, began = self.run, time.perf_counter()
         prompts = any(not each.generated for each in self._sequences)
         plan, in_flight = self._scheduler.next(), self._pipeline.any

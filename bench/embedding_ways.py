@@ -24,7 +24,7 @@ from baton.engine.sequence import Sequence as EngineSequence
 Embed = Callable[[Sequence[str]], numpy.ndarray]
 
 BATCH = 32
-"""Texts of a batch, as sentence-transformers has by default."""
+"""Texts per batch: sentence-transformers' default."""
 MINILM = {
     "hidden_size": 384,
     "num_hidden_layers": 6,
@@ -54,14 +54,14 @@ def draw_texts(count: int) -> list[str]:
 
 
 def save_random_encoder(folder: Path) -> None:
-    """In the shape of all-MiniLM-L6-v2."""
+    """Saves an encoder in the shape of all-MiniLM-L6-v2."""
     torch.manual_seed(0)
     AutoModel.from_config(AutoConfig.for_model("bert", **MINILM)).save_pretrained(folder)
     _save_tokenizer(folder)
 
 
 def save_random_model(folder: Path) -> None:
-    """In the shape of the embedded model."""
+    """Saves a model in the shape of the embedded model."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **EMBEDDED)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -69,7 +69,7 @@ def save_random_model(folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path) -> None:
-    """Of whole words."""
+    """Saves a tokenizer whose tokens are whole words."""
     words = ["[UNK]", "[CLS]", "[SEP]", *dict.fromkeys(_words())]
     made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, "[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -85,12 +85,12 @@ def _tokenizer(folder: Path) -> Callable[[str], list[int]]:
 
 
 def _chunk_tokens(device: torch.device) -> int:
-    """Of a step, by default."""
+    """The default tokens of a step."""
     return 512 if device.type == "cpu" else 8192
 
 
 def _chunks(inputs: Sequence[list[int]], most_tokens: int) -> Iterator[list[list[int]]]:
-    """As many inputs as a step has, in their order."""
+    """Groups the inputs, in order, into steps."""
     chunk: list[list[int]] = []
     for tokens in inputs:
         if chunk and sum(map(len, chunk)) + len(tokens) > most_tokens:
@@ -116,7 +116,7 @@ def encoder_by_engine(folder: Path, device: torch.device) -> Embed:
 
 
 def encoder_by_others(folder: Path, device: torch.device) -> tuple[str, Embed]:
-    """sentence-transformers where it is installed, or else transformers, and its name."""
+    """sentence-transformers if it is installed, else transformers; and its name."""
     if importlib.util.find_spec("sentence_transformers"):
         library: Any = importlib.import_module("sentence_transformers")
         found = library.SentenceTransformer(str(folder), device=str(device))
@@ -131,7 +131,7 @@ def encoder_by_others(folder: Path, device: torch.device) -> tuple[str, Embed]:
 
 
 def last_token_by_engine(folder: Path, device: torch.device) -> Embed:
-    """By the engine under the simplest scheduler."""
+    """Embeds with the engine under the simplest scheduler."""
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     engine = Engine.load(folder, device=str(device), dtype=dtype, kv_memory=1 << 30)
     tokenize, pool = _tokenizer(folder), engine.pool
@@ -172,7 +172,7 @@ def _in_batches(
     device: torch.device,
     pool: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Embed:
-    """As sentence-transformers does it: sorted by length, padded to a batch's longest text."""
+    """Embeds as sentence-transformers does: sorted by length, padded to a batch's longest text."""
     tokenize = _tokenizer(folder)
 
     @torch.inference_mode()

@@ -1,11 +1,11 @@
-"""Embeddings a second: `python -m bench.embeddings --model FOLDER`.
+"""Embeddings per second: `python -m bench.embeddings --model FOLDER`.
 
-The same texts of 3 to 60 words with tokenizing, in turns, on as many threads:
+The same texts of 3 to 60 words, tokenizing included, in turn, on the same number of threads:
 
-- by the encoder in FOLDER: as the embedding model of a cluster (a prefill worker, a decode worker
-  that idles, a router) over gRPC; by the engine in this process; and by sentence-transformers, or
-  where that is not installed by transformers, in batches of 32 of about one length as it has them;
-- by a model's last token: the same ways, with the served model.
+- with the encoder in FOLDER: as the embedding model of a cluster (a prefill worker, an idle decode
+  worker, a router) over gRPC; with the engine in this process; and with sentence-transformers, or
+  transformers if that is not installed, in batches of 32 texts of similar length;
+- from a model's last token: in the same ways, with the served model.
 
 On a GPU without a cluster, with random weights in the shapes of all-MiniLM-L6-v2 and of the
 embedded model: `python -m bench.embeddings --random --device cuda --no-cluster --texts 8192`.
@@ -39,17 +39,17 @@ from bench.embedding_ways import (
 )
 
 INPUTS = 128
-"""Of a call."""
+"""Inputs per call."""
 
 
 def cpu_seconds(process: int) -> float:
-    """User and system time so far."""
+    """User and system time of a process so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 class Way:
-    """A way to embed, in processes of its own."""
+    """A way to embed, and the processes that it uses."""
 
     def __init__(self, embed: Embed, processes: Sequence[int] | None = None) -> None:
         self.embed = embed
@@ -64,7 +64,7 @@ class Way:
 
     @property
     def best(self) -> tuple[float, float]:
-        """Texts a second, by the clock and by CPU time. Other work on the cores only slows down."""
+        """The most texts per second, by the clock and by CPU time: other load only slows a run."""
         clock, cpu = zip(*self._speeds, strict=True)
         return max(clock), max(cpu)
 
@@ -85,8 +85,8 @@ def by_cluster(client: baton.Client, name: str, last_token: bool = False) -> Emb
 
 @contextlib.contextmanager
 def cluster(served: str, encoder: Path, threads: int) -> Iterator[Callable[[str, bool], Way]]:
-    """Yields what makes a way of a model's name."""
-    from bench.processes import FREE_ROUTER, router, workers  # not where there is an engine alone
+    """Starts a cluster. Yields a function from a model's name to a way."""
+    from bench.processes import FREE_ROUTER, router, workers  # not needed for an engine alone
 
     tree: dict[str, object] = {
         "model": served,
@@ -122,12 +122,12 @@ def report(title: str, ways: dict[str, Way], texts: Sequence[str], rounds: int) 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="the encoder's folder")
-    parser.add_argument("--served", default=model_store.EMBEDDED, help="for the last token")
+    parser.add_argument("--served", default=model_store.EMBEDDED, help="model for the last token")
     parser.add_argument("--random", action="store_true", help="random weights for both models")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--no-cluster", action="store_true", help="in this process alone")
+    parser.add_argument("--no-cluster", action="store_true", help="only in this process")
     parser.add_argument("--texts", type=int, default=512)
-    parser.add_argument("--last-token-texts", type=int, default=64, help="0 leaves this out")
+    parser.add_argument("--last-token-texts", type=int, default=64, help="0 skips this part")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()

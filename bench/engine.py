@@ -4,7 +4,7 @@
     python -m bench.engine --quantization int8 [--dtype bfloat16] [--repeats 3] [--cpu-time]
     python -m bench.engine --kv-dtype int8
 
-The others compare a quantized model, or pages, with the same as they are, row by row in turn.
+The last two compare quantized weights or pages with unquantized ones, row by row in turn.
 
 Prompts are random tokens; answers are greedy and never end early. `decode` is
 one stream after a prompt of 128 tokens. The batch rows count the tokens of all
@@ -33,7 +33,7 @@ Prompts = list[list[int]]
 
 
 class Generator(Protocol):
-    """Answers prompts of equal length, all at once, with `count` greedy tokens each."""
+    """Answers prompts of equal length concurrently, with `count` greedy tokens each."""
 
     def generate(self, prompts: Prompts, count: int) -> None: ...
 
@@ -53,7 +53,7 @@ class Ours:
             sequence.lease.release()
 
     def step(self, sequences: list[Sequence], count: int) -> Plan:
-        """One step towards `count` tokens each; what it ran."""
+        """Runs one step towards `count` tokens each. Returns its plan."""
         plan = self._next(sequences, count)
         for sequence, token in zip(plan, self.engine.step(plan) if plan else (), strict=True):
             if isinstance(token, int):
@@ -69,7 +69,7 @@ class Ours:
         return Sequence(work, lease)
 
     def _next(self, sequences: list[Sequence], count: int) -> Plan:
-        """As much of the prompts as the budget allows; once they are done, one token each."""
+        """Plans as much of the prompts as the budget allows; then one token per answer."""
         plan: Plan = {}
         budget = self._chunk
         for sequence in sequences:
@@ -192,15 +192,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step")
+    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens per step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--skip-transformers", action="store_true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "int8", "int4"], default="auto")
-    parser.add_argument("--repeats", type=int, default=1, help="the best of so many is shown")
+    parser.add_argument("--repeats", type=int, default=1, help="runs, of which the best is shown")
     parser.add_argument(
-        "--cpu-time", action="store_true", help="of all threads, where others use the cores too"
+        "--cpu-time", action="store_true", help="measure CPU time, if the cores are shared"
     )
     options = parser.parse_args()
     if options.cpu_time:

@@ -1,22 +1,20 @@
-"""One engine on one GPU: time to first token, decode steps, throughput, against the hardware.
+"""One engine on one GPU: time to first token, decode steps and throughput, against the hardware.
 
     python -m bench.gpu [--config CONFIG_JSON ... | --all] [--rows ttft decode batch busy]
                         [--numerics ...] [--quantization fp8 | int8 | int4]
 
 Needs a GPU, torch and triton; no weights, no network, no ray. The model has the
-shape of the config (Llama 3.1 8B's by default, all of bench/configs with --all) and random
-bfloat16 weights;
-prompts are random tokens, answers greedy. Nothing is skipped: every token is
-sampled, fetched and appended.
+shape of the config (Llama 3.1 8B's by default, all of bench/configs with --all) and
+random bfloat16 weights; prompts are random tokens, answers greedy. Nothing is
+skipped: every token is sampled, fetched and appended.
 
-A time to first token runs from the submission to the token in the caller's
-hands. A decode step is (time of 130 tokens - time of 2 tokens) / 128 of the
-whole batch. A row's floor is what its matrix products take by themselves, under
-a CUDA graph (of experts, those that evenly spread rows choose), plus its
-attention by cuDNN (prompts) or the time to read its keys and values once
-(decode): all measured in the same run. A product of packed weights and few rows
-takes what reading them takes, of more what it takes in bfloat16. Both numerics
-are measured one after the other for each row.
+A time to first token ends when the caller has the token. A decode step is (time of
+130 tokens - time of 2 tokens) / 128 of the whole batch. A row's floor is the time of
+its matrix products alone, under a CUDA graph (for experts, those that evenly spread
+rows choose), plus its attention by cuDNN (prompts) or the time to read its keys and
+values once (decode), all measured in the same run. The floor of a product with packed
+weights is the time to read them for few rows, and that of the product in bfloat16 for
+many. Both numerics are measured one after the other for each row.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ class Bench:
     def generate(
         self, prompts: list[list[int]], count: int, adapters: list[Adapter] | None = None
     ) -> float:
-        """Answers all prompts with `count` tokens each, by their adapters; the seconds it took."""
+        """Answers all prompts with `count` tokens each, by their adapters. Returns the seconds."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         sequences = [
@@ -110,7 +108,7 @@ class Bench:
         return Sequence(work, lease)
 
     def _next(self, sequences: list[Sequence], count: int) -> Plan:
-        """As much of the prompts as a step takes; once they are done, one token each."""
+        """Plans as much of the prompts as a step takes; then one token per answer."""
         plan: Plan = {}
         budget = CHUNK
         for sequence in sequences:
@@ -167,7 +165,7 @@ def throughput(bench: Bench, _: Floors) -> Iterator[Measured]:
 
 
 def busy_share(bench: Bench, _: Floors) -> Iterator[Measured]:
-    """The share of a decode run's time in which the GPU computes."""
+    """The share of a decode run in which the GPU computes."""
     for batch in (1, 32, 256):
         prompts = prompts_of(bench, batch, 512)
         bench.generate(prompts, 4)
@@ -182,7 +180,7 @@ def _busy(bench: Bench, prompts: list[list[int]]) -> float:
         for event in profile.events() or []
         if event.device_type.name == "CUDA"
     )
-    # The last half: decode only.
+    # The second half has decode steps only.
     kernels = kernels[len(kernels) // 2 :]
     covered, end = 0.0, kernels[0][0]
     for start, stop in kernels:
@@ -227,7 +225,7 @@ def main() -> None:
     options = parser.parse_args()
     for config in sorted(CONFIGS.glob("*.json")) if options.all else options.config:
         print_shape(config, options)
-        gc.collect()  # runners and their recordings know each other
+        gc.collect()  # runners and their recordings form reference cycles
         torch.cuda.empty_cache()
 
 

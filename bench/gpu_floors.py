@@ -1,4 +1,4 @@
-"""The least time that the hardware needs for a model's steps, measured part by part."""
+"""Floors: the least time that the hardware needs for a model's steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_SIZE = 16
 CHUNK = 8192
 MAX_BATCH = 256
 READ_ROWS = 256
-"""Up to so many rows a product of packed weights takes what reading them does, at the least."""
+"""Up to this many rows, a product's floor is the time to read its packed weights."""
 
 
 class Floors:
@@ -26,7 +26,7 @@ class Floors:
 
     def __init__(self, model: Model, kv: Tensor) -> None:
         self._model = model
-        self._token_bytes = kv[0, 0].nbytes // PAGE_SIZE  # of a layer
+        self._token_bytes = kv[0, 0].nbytes // PAGE_SIZE  # in one layer
         self._shape = model.architecture
         self._read_rate = _read_rate()
         self._linears: dict[int, float] = {}
@@ -38,7 +38,7 @@ class Floors:
         return sum(self._products(piece) for piece in pieces) + self._attention(length)
 
     def step(self, batch: int, context: int) -> float:
-        """All products of a decode step, and reading its keys and values, in ms."""
+        """All products of a decode step and one read of its keys and values, in ms."""
         shape = self._shape
         tokens = batch * sum(min(context, window or context) for window in shape.windows)
         return self._products(batch) + tokens * self._token_bytes / self._read_rate * 1e3
@@ -68,7 +68,7 @@ class Floors:
         shape = self._shape
         heads, kv_heads, dim, share = shape.heads, shape.kv_heads, shape.head_dim, 1.0
         if latent := shape.latent:
-            # As if keys and values were made of latents; cuDNN has no heads of such sizes.
+            # As if keys and values were expanded; cuDNN does not support heads of these sizes.
             kv_heads, dim = heads, 128
             share = (latent.plain + latent.rotated + latent.value) / (2 * dim)
         query = torch.randn(1, heads, length, dim, dtype=torch.bfloat16, device="cuda")
@@ -79,7 +79,7 @@ class Floors:
                 query, keys, keys, None, True, 0.0, True, False
             )
 
-        # Of a window that share of all pairs of a query and a key that it leaves.
+        # A window counts by the share of query-key pairs that it leaves.
         layers = sum(min(1.0, 2 * (window or length) / length) for window in shape.windows)
         return layers * share * graph_ms(attend)
 
@@ -101,7 +101,7 @@ def _product(linear: Linear | GatedLinear, rows: int) -> None:
         weight = _scratch(weight.shape)
     if isinstance(weight, Tensor):
         torch.mm(_inputs[size], weight.t())
-    else:  # with one scale, which is the library's fastest
+    else:  # with a single scale, which is fastest in the library
         codes, one = _codes(size), weight.scales[0]
         torch._scaled_mm(codes, weight.codes.t(), one, one, out_dtype=torch.bfloat16)
 
@@ -113,7 +113,7 @@ def _scratch(shape: torch.Size) -> Tensor:
 
 
 def _feed_forward(mlp: MLP | Experts, rows: int) -> None:
-    """Of experts those that evenly spread rows choose, each with as many rows."""
+    """Runs an MLP, or the experts that evenly spread rows choose, with equally many rows each."""
     if isinstance(mlp, MLP):
         _product(mlp.gate_up, rows)
         _product(mlp.down, rows)
@@ -164,7 +164,7 @@ def event_ms(run: Callable[[], object]) -> float:
 
 
 def _read_rate() -> float:
-    """The memory's highest read rate, bytes a second."""
+    """The memory's highest read rate, in bytes per second."""
     values = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
     values.sum()
     return values.nbytes / min(event_ms(lambda: values.sum()) for _ in range(8)) * 1e3

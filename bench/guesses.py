@@ -1,4 +1,4 @@
-"""Speculation on one GPU: what a step with guesses costs, and what guesses bring.
+"""Speculation on one GPU: the cost of a step with guesses, and the gain.
 
     python -m bench.guesses [--config CONFIG_JSON] [--draft CONFIG_JSON]
                             [--rows steps right nothing draft]
@@ -6,16 +6,16 @@
 Needs a GPU, torch and triton; no weights. The model has the shape of the config (Llama 3.1 8B's by
 default) and random bfloat16 weights; prompts are random tokens.
 
-- steps: the device's time of a step that checks guesses, against one without; then the whole time
-  from one step to the next where each waits for the one before;
-- right: tokens a second with a guesser that is right 80% of the time, against none. Depths are
+- steps: the device time of a step that checks guesses, against one without; then the time from one
+  step to the next when each waits for the previous one;
+- right: tokens per second with a guesser that is right 80% of the time, against none. Depths are
   chosen, and steps wait or run ahead, as in a decode worker;
-- nothing: the same with guesses by n-grams where nothing repeats: tokens are drawn from nearly even
-  logits;
-- draft: with a draft model of another shape (Llama 3.2 1B's by default), whose guesses are made
-  right 80% of the time; then as they are, which is wrong.
+- nothing: the same with n-gram guesses in text without repetition: tokens are drawn from nearly
+  uniform logits;
+- draft: with a draft model of another shape (Llama 3.2 1B's by default), whose guesses are replaced
+  so that 80% are right; then with its own guesses, which are wrong.
 
-Answers with guesses must be those without, or the run fails.
+Answers with and without guesses must be equal, or the run fails.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MANY = 30
 
 
 class Known(Speculation):
-    """Guesses the right tokens as often as RIGHT says."""
+    """Guesses the right token with probability RIGHT."""
 
     def __init__(self, answers: list[list[int]]) -> None:
         super().__init__(runs_ahead=True)
@@ -78,7 +78,7 @@ class Known(Speculation):
 
 
 class KnownDrafts(Drafts):
-    """A draft that computes its guesses, of which as many as RIGHT says are then made right."""
+    """A draft that computes its guesses, then replaces them: right with probability RIGHT."""
 
     def __init__(self, draft: Engine, answers: list[list[int]]) -> None:
         super().__init__(draft, draft.architecture.vocabulary_size, CHUNK_TOKENS)
@@ -96,7 +96,7 @@ class KnownDrafts(Drafts):
 
 
 class Always(Speculation):
-    """As many right guesses in every step."""
+    """Makes `depth` right guesses in every step."""
 
     def __init__(self, answers: list[list[int]], depth: int) -> None:
         super().__init__(runs_ahead=True)
@@ -148,7 +148,7 @@ def best(engine: Engine, work: Workload, make: Callable[[], Speculation | None])
 def best_in_turn(
     engine: Engine, work: Workload, make: Callable[[], Speculation]
 ) -> tuple[Run, Run]:
-    """Without guesses and with them: what a machine does beside it comes to both."""
+    """The best run without and with guesses, in turn, so that other load affects both."""
     runs = [(run(engine, work, None), run(engine, work, make())) for _ in range(3)]
     plain, guessing = (min(each, key=lambda one: one.seconds) for each in zip(*runs, strict=True))
     return plain, guessing
@@ -156,8 +156,8 @@ def best_in_turn(
 
 @torch.inference_mode()
 def device_ms(engine: Engine, prompts: list[list[int]], depth: int) -> float:
-    """A recorded step behind the prompts, without sampling; many in a row, so that the host is
-    ahead."""
+    """The time of a recorded step after the prompts, without sampling. Many run in a row, so that
+    the host is ahead."""
     runner = engine._runner
     assert isinstance(runner, GpuRunner)
     plan: Plan = {}
@@ -219,7 +219,7 @@ def same(plain: Run, guessing: Run) -> None:
 
 HEAD = f"{'':<24}{'off tok/s':>10}{'on tok/s':>10}{'ratio':>8}{'accepted':>10}{'a step':>8}"
 HEAD += f"{'all run':>10}"
-"""The last: the ratio until the first answer ends, after which fewer streams run."""
+"""`all run` is the ratio until the first answer ends, after which fewer streams run."""
 
 
 def right(engine: Engine) -> None:
@@ -240,8 +240,8 @@ def nothing(engine: Engine) -> None:
 
 
 def drafting(drafts: Drafts) -> Callable[[], Speculation]:
-    """Costs are measured first, and kept from run to run with shares of right guesses, as on a
-    worker; not answers."""
+    """Measures costs first. These and the shares of right guesses are kept from run to run, as on a
+    worker; answers are not."""
     drafts.rehearse()
     return partial(Speculation, drafts, StepCost(runs_ahead=True), runs_ahead=True)
 

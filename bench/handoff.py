@@ -3,10 +3,10 @@
     python -m bench.handoff --model FOLDER [--random-weights] [--lengths 512 2048 8192]
 
 Starts, without Ray, a router with a prefill and a decode worker, and a second
-router with one worker that does both. Asks them in turn, over gRPC, for answers
-to random prompts of the same lengths, and prints the medians of the time to the
-first token and of the time from the first to the second, in which the handoff
-lies. FOLDER holds a config and a tokenizer; with --random-weights it needs no more.
+router with one worker that does both. Sends both, in turn and over gRPC, random
+prompts of the same lengths, and prints the medians of the time to the first token
+and of the time from the first to the second, which includes the handoff. FOLDER
+holds a config and a tokenizer; weights too, unless --random-weights is given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = 30_000
 
 @contextlib.contextmanager
 def clusters(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Client, Client]]:
-    """Clients of a split cluster, and of a worker that does both."""
+    """Clients of a split cluster and of a single worker that runs both phases."""
     tree = _tree(options)
     with workers(folder, tree, ("prefill-0", "decode-0", "decode-1")) as started:
         prefill, decode, both = started.values()
@@ -57,7 +57,7 @@ def _tree(options: argparse.Namespace) -> dict[str, object]:
 
 
 def ask(client: Client, length: int) -> tuple[float, float]:
-    """Milliseconds to the first token, and from there to the second."""
+    """Milliseconds to the first token, and from the first to the second."""
     prompt = random.choices(range(5, WORDS), k=length)
     began = time.perf_counter()
     seen: list[float] = []
@@ -68,7 +68,8 @@ def ask(client: Client, length: int) -> tuple[float, float]:
 
 
 def measure(split: Client, colocated: Client, length: int, repeats: int) -> list[float]:
-    """Medians: both first tokens, both second ones, and the difference of the first, pairwise."""
+    """Medians of both first tokens, both second tokens, and the pairwise difference of the
+    first."""
     rows = []
     for _ in range(repeats + 2):
         ours, theirs = ask(split, length), ask(colocated, length)
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--transport", default="auto")
-    parser.add_argument("--chunk", type=int, default=0, help="prompt tokens a step")
+    parser.add_argument("--chunk", type=int, default=0, help="prompt tokens per step")
     parser.add_argument("--kv-memory", default="8GiB")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()

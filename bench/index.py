@@ -1,9 +1,9 @@
 """The cost of the router's cache index: `python -m bench.index`.
 
-Tells a router of a million cached pages on 16 workers, through the messages that
-workers send, and prints the memory that it takes, how long a prompt of 8,192
-tokens is hashed and looked up, and how long events, a reset and a full garbage
-collection take. Then, how long the policy takes to choose among 1 + 1 to 64 + 64 workers.
+Reports a million cached pages on 16 workers to a router, through the messages that
+workers send, and prints the memory that these take, the time to hash and look up a
+prompt of 8,192 tokens, and the time of events, a reset and a full garbage collection.
+Then, how long the policy takes to choose among 1 + 1 to 64 + 64 workers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POOL_WORKERS = (1, 2, 4, 8, 16, 64)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pages", type=int, default=PAGES, help="of all workers together")
+    parser.add_argument("--pages", type=int, default=PAGES, help="pages of all workers together")
     parser.add_argument("--workers", type=int, default=WORKERS)
     arguments = parser.parse_args()
     prompt = [random.randrange(100_000) for _ in range(PROMPT_TOKENS)]
@@ -63,7 +63,7 @@ def _worker(pages: int) -> CacheIndex:
 
 
 def _events(number: int, pages: int, *, reset: bool = False) -> pb.CacheEvents:
-    """Parsed from bytes, as it arrives."""
+    """Events parsed from bytes, as a router gets them."""
     keys = random.randbytes(pages * KEY_BYTES)
     stored = [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
     message = pb.CacheEvents(number=number, reset=reset, stored=stored)

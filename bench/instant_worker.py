@@ -1,10 +1,10 @@
-"""Workers that answer at once: what is left to measure is the router.
+"""Workers that answer without computing, so that a benchmark measures the router.
 
-They speak a worker's side of Attach. Every answer is one letter, again and again,
-at a given pace or as fast as the router takes it. A request's first prompt token
-names its stream, and when each of its tokens was sent is kept, to be compared
-with when a client has it. With `slots` a decode worker has that many answers at
-once; further requests wait for their reservation, as they do for pages.
+They implement a worker's side of Attach. Every answer repeats one letter, at a given
+pace or as fast as the router takes it. A request's first prompt token identifies its
+stream. The time when each of its tokens was sent is kept, to be compared with its
+arrival at a client. With `slots` a decode worker runs that many answers at once;
+further requests wait for their reservation, as they do for pages.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Pace:
     step_seconds: float = 0.0
     # Seconds that a prompt takes.
     prefill_seconds: float = 0.0
-    # Of an input's tokens.
+    # The embedding of an input's tokens.
     embed: Callable[[Sequence[int]], bytes] = lambda tokens: EMBEDDING
-    # No step before this time.
+    # No step runs before it is set.
     go: asyncio.Event = field(default_factory=asyncio.Event)
-    # When each token of a stream was sent, from its second on.
+    # Send times of each stream's tokens, from the second on.
     sent: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -56,7 +56,7 @@ class Pace:
 class _Answer:
     stream: int
     left: int
-    prompt: Sequence[pb.Logprobs]  # that are still to be sent
+    prompt: Sequence[pb.Logprobs]  # still to be sent
 
 
 class InstantWorker(worker_pb2_grpc.WorkerServicer):
@@ -83,7 +83,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         self._writing = asyncio.Lock()
 
     async def start(self, identity: Identity | None = None) -> str:
-        """Its address."""
+        """Starts serving. Returns its address."""
         self._server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         port = listen(self._server, "127.0.0.1:0", identity)
@@ -148,7 +148,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         return []
 
     def _reservations(self) -> list[pb.WorkerMessage]:
-        """For requests that wait and have a slot now."""
+        """Reserves for waiting requests while slots are free."""
         reserved = []
         while self._waiting and len(self._answers) < self._slots:
             work = self._waiting.pop(next(iter(self._waiting)))
@@ -186,7 +186,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 await self._write(context, reserved)
 
     async def _await_step(self) -> None:
-        """Missed steps are not repeated."""
+        """Waits until the next step is due. Missed steps are skipped."""
         if step := self._pace.step_seconds:
             now = time.monotonic()
             due = _next_due(now, step, self._phase)
@@ -221,7 +221,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
                 free_pages=1_000_000, running=len(self._answers), waiting=len(self._waiting)
             )
             await self._write(context, pb.WorkerMessage(load=load))
-            # Workers in separate processes do not report together.
+            # Workers do not all report at the same time.
             now = time.monotonic()
             await asyncio.sleep(_next_due(now, LOAD_SECONDS, self._phase) - now)
 
@@ -243,19 +243,19 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
 
 
 def _is_prompt(message: pb.RouterMessage) -> bool:
-    """Whether it is to be computed; inputs of the embedding model are embedded at once."""
+    """True if the message is a prompt to compute. Embedding inputs are answered at once."""
     kind = message.WhichOneof("kind")
     return kind == "compute" or (kind == "prefill" and not message.prefill.work.pooling)
 
 
 def _prompt_logprobs(work: pb.Work) -> list[pb.Logprobs]:
-    """Of all tokens but the first, if they are asked for."""
+    """Log probabilities of all tokens but the first, if requested."""
     count = len(work.prompt_tokens) - 1 if work.HasField("prompt_logprobs") else 0
     return [pb.Logprobs()] * count
 
 
 def _wanted(work: pb.Work) -> int:
-    """Tokens that are still to come."""
+    """How many tokens are still to be generated."""
     return work.max_tokens - work.answer_tokens
 
 

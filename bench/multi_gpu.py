@@ -1,4 +1,4 @@
-"""What needs several GPUs or hosts, one check a call; deploy/smoke/multi_gpu.sh runs them all.
+"""Checks that need several GPUs or hosts, one per call; deploy/smoke/multi_gpu.sh runs them all.
 
     python -m bench.multi_gpu tensor-parallel --ranks 2
     python -m bench.multi_gpu rank-killed --ranks 2
@@ -6,9 +6,9 @@
     python -m bench.multi_gpu peer-worker --host 10.0.0.2         # on the second host
     python -m bench.multi_gpu between-hosts --host 10.0.0.1 --peer 10.0.0.2:51002
 
-Greedy answers must be those of one worker of one process on this host. A check prints one line
-with what it saw and ends with 0, or with 1 and the reason. The model is a small Llama shape with
-random weights in float32, unless --model names a folder.
+Greedy answers must equal those of workers with one process each on this host. A check prints one
+line with its result and exits with 0, or with 1 and the reason. The model is a small Llama shape
+with random weights in float32, unless --model names a folder.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ SHAPE = {
 }
 PROMPTS, PROMPT, ANSWER = 4, 600, 48
 PEER_PORT = 51002
-# After so many tokens of an answer its decode worker loses a rank.
+# After this many tokens of an answer its decode worker loses a rank.
 KILL_AFTER = 6
 
 
 def small_model(folder: Path) -> Path:
-    """A folder with a shape that splits over 2, 4 and 8 ranks, and a tokenizer."""
+    """Writes a shape that splits over 2, 4 and 8 ranks, and a tokenizer."""
     embedded = locate(EMBEDDED)
     for file in embedded.glob("*token*.json"):
         (folder / file.name).symlink_to(file)
@@ -144,7 +144,7 @@ def rank_killed(folder: Path, options: argparse.Namespace, wanted: Answers) -> s
 
 
 def stream_over_a_loss(client: Client, started: Mapping[str, Process]) -> tuple[list[int], str]:
-    """The tokens of a stream whose decode worker loses a rank, and that worker."""
+    """Kills a rank of a stream's decode worker. Returns the stream's tokens and the worker."""
     found: list[int] = []
     lost = ""
     with client.stream(prompts()[0], max_tokens=ANSWER, ignore_eos=True, timeout=300) as stream:
@@ -166,7 +166,7 @@ def busy_decoder(client: Client) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """Of any thread of the process."""
+    """Child processes of any thread of the process."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(one) for file in files for one in file.read_text().split()]
 
@@ -244,7 +244,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    # SIGTERM ends what was started, as Ctrl-C does.
+    # SIGTERM stops the started processes, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,16 +1,17 @@
 """More requests than the cluster can answer: `python -m bench.overload`.
 
-First the capacity is measured: answers a second with as many callers as keep all workers busy. Then
-requests arrive at random moments at 0.5 to 4 times that rate, of three tenants with two priorities,
-most with a deadline. Goodput is answers a second that are complete before their deadline.
+First the capacity is measured: answers per second with enough callers to keep all workers busy.
+Then requests arrive at random times at 0.5 to 4 times that rate, from three tenants with two
+priorities, most with a deadline. Goodput is the rate of answers that complete before their
+deadline.
 
 Goals: goodput at 4 times the capacity is 90% or more of its peak; refusals come within 50 ms and
-say when to try again; what is admitted has its first token within the objective (`router.ttft`);
-the router's memory is bounded.
+say when to try again; admitted requests get their first token within the objective
+(`router.ttft`); the router's memory is bounded.
 
 Two clusters: `router`, whose workers compute nothing and have a fixed capacity, so that the router
-is what is measured; and `engine`, one prefill and one decode worker with the embedded model. The
-first also meets idle streams and new connections beside half of its capacity.
+is measured; and `engine`, one prefill and one decode worker with the embedded model. The first is
+also measured at half of its capacity beside idle streams, and beside new connections.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ IDLE_STREAMS = 10_000
 NEW_CONNECTIONS = 2_000.0
 HTTP_CALLS = 50
 IDLE_SHARE = 0.1
-"""Of a core, that an idle router may use."""
+"""Share of a core that an idle router may use."""
 
 MIB = 2**20
 
-# Of the cluster without engines: 40 answers a second.
+# The cluster without engines: its capacity is 40 answers per second.
 DECODE_WORKERS = 4
 SLOTS = 8
 STEP_SECONDS = 0.05
@@ -76,7 +77,7 @@ class Target:
     router: Process
     shape: Shape
     keys: Mapping[str, str]  # by tenant
-    busy_callers: int  # who keep all workers busy
+    busy_callers: int  # enough to keep all workers busy
 
 
 def router_settings(keys: Path, queue_seconds: float, ttft: float) -> dict[str, object]:
@@ -90,7 +91,7 @@ def router_settings(keys: Path, queue_seconds: float, ttft: float) -> dict[str, 
 
 
 def write_tenants(path: Path) -> dict[str, str]:
-    """Returns their keys."""
+    """Writes the tenants' API keys. Returns them by tenant."""
     made = {name: make_key(name) for name in TENANTS}
     made[ADMIN] = make_key(ADMIN, admin=True)
     write_keys(path, [entry for _, entry in made.values()])
@@ -114,7 +115,8 @@ async def instant_cluster(folder: Path, ttft: float) -> AsyncIterator[Target]:
 
 @contextlib.contextmanager
 def workers_apart() -> Iterator[list[str]]:
-    """The addresses of workers in a process of their own: what they send must not hold up calls."""
+    """Runs workers in a separate process, so that they do not delay calls. Yields their
+    addresses."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     process = context.Process(target=run_workers, args=(theirs,))
@@ -164,16 +166,16 @@ async def engine_cluster(folder: Path, ttft: float) -> AsyncIterator[Target]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of the requests of one load."""
+    """The results of the requests at one load."""
 
     results: Sequence[Result]
     seconds: float
     memory: int
-    processor_seconds: float  # of the router
+    processor_seconds: float  # CPU time of the router
 
     @property
     def goodput(self) -> float:
-        """Counted between the warm-up and the last request."""
+        """Answers in time per second, between the warm-up and the last request."""
         end = min(result.due for result in self.results) + self.seconds
         begin = end - (1 - WARM_UP) * self.seconds
         ended = [each.due + each.ended for each in self.results if each.in_time]
@@ -284,8 +286,8 @@ class Sweep:
         return Row(results.result(), self._seconds, memory, spent)
 
     async def _http(self, load: float) -> str:
-        """Calls over HTTP beside a load, of the tenant that asks most: one that asks less than its
-        share is not refused."""
+        """Sends calls over HTTP beside a load, as the tenant with the most requests: a tenant below
+        its share is not refused."""
         row = asyncio.create_task(self._row(load))
         await asyncio.sleep(WARM_UP * self._seconds)
         target, key = self._target, self._target.keys[KINDS[0].tenant]
@@ -311,7 +313,7 @@ class Sweep:
         print(f"memory before: {before / MIB:.0f} MiB")
 
     async def _settle(self) -> None:
-        """Waits until the router is done with streams that have ended."""
+        """Waits until the router has cleaned up streams that have ended."""
         spent, router = 1.0, self._target.router
         while spent > IDLE_SHARE:
             before = router.processor_seconds
@@ -355,10 +357,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), choices=list(CLUSTERS))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each row")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds per row")
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
     parser.add_argument(
-        "--ttft", nargs="+", type=float, default=[1.0], help="objectives; 0 is none"
+        "--ttft", nargs="+", type=float, default=[1.0], help="TTFT objectives in seconds; 0 is none"
     )
     parser.add_argument("--brief", action="store_true", help="no idle streams and connections")
     parser.add_argument("--seed", type=int, default=0)

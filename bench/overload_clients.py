@@ -1,5 +1,4 @@
-"""Callers that send requests at a given rate, whether or not earlier ones have been answered, and
-what became of each request."""
+"""Callers that send requests at a given rate (an open loop) and record each result."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from baton.core.errors import BatonError
 from baton.core.process import cancel_all
 
 PROMPT_SECONDS = 0.05
-"""Within which a refusal must come."""
+"""A refusal must come within this time."""
 
 TICK_SECONDS = 0.002
 
@@ -26,7 +25,7 @@ VOCABULARY = range(1000, 20_000)  # ids of ordinary tokens
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of every request."""
+    """The size of every request."""
 
     prompt_tokens: int
     answer_tokens: int
@@ -54,12 +53,12 @@ KINDS = (
 
 @dataclass(slots=True)
 class Result:
-    """Times are seconds after the request was due."""
+    """The result of a request. Times are seconds after the request was due."""
 
     due: float
     deadline: float
-    lag: float = 0.0  # of the caller itself, until it sent the request
-    late: float = 0.0  # most that the callers' loop was behind meanwhile
+    lag: float = 0.0  # the caller's own delay in sending the request
+    late: float = 0.0  # the largest lag of the callers' event loop meanwhile
     ended: float = 0.0
     first_token: float = math.inf
     error: BatonError | None = None
@@ -70,13 +69,13 @@ class Result:
 
     @property
     def refused(self) -> bool:
-        """Rather than begun and given up, or forgotten until its deadline had passed."""
+        """True if it failed before its first token and its deadline."""
         begun = self.first_token < math.inf
         return self.error is not None and not begun and self.ended < self.deadline
 
 
 class Callers:
-    """One client for each tenant. `alone` is the seconds of an answer in an idle cluster."""
+    """One client per tenant. `alone` is the seconds of an answer in an idle cluster."""
 
     def __init__(self, address: str, keys: Mapping[str, str], shape: Shape, seed: int) -> None:
         self._clients = {name: AsyncClient(address, api_key=key) for name, key in keys.items()}
@@ -90,14 +89,14 @@ class Callers:
             await client.close()
 
     async def measure_alone(self, repeats: int = 5) -> None:
-        """The median, after one call for what is made at first use."""
+        """Measures `alone` as a median, after one call to warm up."""
         kind = Kind(1.0, "shop", 0)
         results = [await self._call(kind, time.monotonic()) for _ in range(repeats + 1)]
         self.alone = sorted(result.ended for result in results[1:])[repeats // 2]
 
     async def capacity(self, seconds: float, callers: int) -> float:
-        """Answers a second where so many callers each wait for their answer before they send the
-        next request; counted in the second half."""
+        """Answers per second when each of `callers` waits for its answer before its next request;
+        counted in the second half."""
         began = time.monotonic()
         ends: list[float] = []
 
@@ -112,7 +111,7 @@ class Callers:
         return len(counted) / (seconds / 2)
 
     async def offer(self, rate: float, seconds: float) -> list[Result]:
-        """`rate` requests a second for so long, at random moments. Returns when all have ended."""
+        """Sends `rate` requests per second at random times. Returns when all have ended."""
         due = time.monotonic()
         end = due + seconds
         calls = []
@@ -127,7 +126,7 @@ class Callers:
         return results
 
     async def _watch(self) -> None:
-        """Notes how late the callers' own loop runs what is due."""
+        """Records the lag of the callers' event loop."""
         while True:
             due = time.monotonic() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
@@ -157,14 +156,14 @@ class Callers:
         except BatonError as error:
             result.error = error
         result.ended = time.monotonic() - due
-        # What is due now has not been noted yet.
+        # Lets _watch record a lag that is due now.
         await asyncio.sleep(TICK_SECONDS)
         result.late = self._lag_since(due)
         return result
 
 
 async def call_http(address: str, key: str, shape: Shape) -> tuple[int, float, bool]:
-    """Status, seconds and whether there was a Retry-After, of one call."""
+    """Makes one call. Returns its status, its seconds and whether it had a Retry-After."""
     prompt = random.choices(VOCABULARY, k=shape.prompt_tokens)
     body = {"prompt": prompt, "max_tokens": shape.answer_tokens}
     content = json.dumps(body)

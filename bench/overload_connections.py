@@ -1,4 +1,4 @@
-"""Connections and streams that want nothing: many that stay, and many that come and go."""
+"""Idle load: many streams that stay open, and many connections that open and close."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from grpc_health.v1 import health_pb2
 WATCH = "/grpc.health.v1.Health/Watch"
 
 STREAMS_EACH = 1000
-"""Idle streams of one gRPC connection."""
+"""Idle streams per gRPC connection."""
 
 OPENING = 200
-"""Idle streams that are opened at once."""
+"""Idle streams that are opened concurrently."""
 
 
 @contextlib.asynccontextmanager
 async def idle_streams(address: str, count: int) -> AsyncIterator[int]:
-    """Opens streams that get one message and then wait, for as long as the block runs; yields how
-    many there are. They watch the router's health, which changes for none of them."""
-    # Else channels to one address share a connection.
+    """Opens streams that get one message and then stay idle while the block runs. Yields their
+    number. They watch the router's health, which does not change."""
+    # Otherwise channels to one address share a connection.
     apart = [("grpc.use_local_subchannel_pool", 1)]
     channels = [
         grpc.aio.insecure_channel(address, options=apart) for _ in range(-(-count // STREAMS_EACH))
@@ -52,14 +52,14 @@ async def idle_streams(address: str, count: int) -> AsyncIterator[int]:
 
 @dataclass(slots=True)
 class Connections:
-    """Opened so far, and what became of them."""
+    """Counts of connections so far."""
 
     opened: int = 0
     failed: int = 0
 
 
 async def keep_connecting(address: str, rate: float, made: Connections) -> None:
-    """Opens `rate` connections a second and closes each at once, until it is cancelled."""
+    """Opens `rate` connections per second and closes each at once, until cancelled."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     began = time.monotonic()

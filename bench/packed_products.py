@@ -1,11 +1,11 @@
-"""Products of packed weights on one GPU, against those of bfloat16 weights, in microseconds.
+"""Products of packed weights on one GPU, against products of bfloat16 weights, in microseconds.
 
     python -m bench.packed_products [--bits 4] [--rows 1 8 32 ...] [--tilings]
 
-Of the layers of the Llama 3.1 8B shape, each with so many weights in turn that the L2 cache holds
-none of them, under a CUDA graph. `library`: the matrix library's, in bfloat16; `ours`: of codes,
-decoded in registers; `decoded`: of codes, written as bfloat16 for the library. With --tilings, the
-best of ours are listed.
+Measures the layers of the Llama 3.1 8B shape under a CUDA graph, each with enough different weights
+in turn that the L2 cache holds none of them. `library`: the matrix library, in bfloat16; `ours`:
+codes, decoded in registers; `decoded`: codes, written as bfloat16 for the library. --tilings lists
+the best tilings of `ours`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SHAPES = {
     "down": (4096, 14336),
 }
 LEAST_BYTES = 400 << 20
-"""Of the weights that take turns: several times the L2 cache."""
+"""Least bytes of the weights that take turns: several times the L2 cache."""
 
 
 class Case(NamedTuple):
     name: str
     packed: list[PackedWeight]
-    plain: Tensor  # bfloat16, of several
+    plain: Tensor  # bfloat16, several weights
 
     @property
     def gated(self) -> bool:
@@ -114,7 +114,7 @@ MANY = [
     LinearTiling(64, 128, 4, 3, 64),
     LinearTiling(128, 128, 8, 3, 64),
 ]
-"""To try, for up to 32, up to 64 and more rows."""
+"""Tilings to try for up to 32 rows (FEW), up to 64 (SOME) and more (MANY)."""
 AT_ONCE = [
     *(LinearTiling(64, depth, 4, stages, rows)
       for depth, stages in ((256, 3), (256, 4), (256, 6), (128, 4), (128, 6), (128, 8))
@@ -124,7 +124,7 @@ AT_ONCE = [
       for rows in (64, 128, 256)),
     *(LinearTiling(64, 64, 4, stages, rows) for stages in (4, 6) for rows in (128, 256)),
 ]  # fmt: skip
-"""The same of products that decode while they multiply."""
+"""Tilings to try for products that decode while they multiply."""
 
 
 class Choice(NamedTuple):
@@ -137,7 +137,7 @@ class Choice(NamedTuple):
 
 
 def choices(rows: int, bits: Bits) -> Iterator[Choice]:
-    """Those that fit."""
+    """The tilings that fit into shared memory and registers."""
     for tiling in FEW if rows <= 32 else SOME if rows <= 64 else MANY:
         block = row_block(tiling, rows)
         fits = stages_for(tiling, block, False, bits, 16) == tiling.stages

@@ -14,8 +14,7 @@ from baton.v1 import cluster_pb2
 class Change:
     """A decision to change something, whether it succeeded or not."""
 
-    # Since the first request was due.
-    seconds: float
+    seconds: float  # since the first request was due
     words: str
     have: Pools
     reasons: Sequence[str] = ()
@@ -38,7 +37,7 @@ def simulated_change(planned: TimedDecision) -> Change:
 
 
 def agreement(live: Sequence[Change], simulated: Sequence[Change]) -> str:
-    """Whether both made the same changes in the same order, and how far apart in time."""
+    """Says whether both made the same changes in the same order, and how far apart in time."""
     one, other = ([each for each in changes if each.done] for changes in (live, simulated))
     if [each.done for each in one] != [each.done for each in other]:
         return "the changes are NOT the same"

@@ -2,10 +2,10 @@
 
     python -m bench.plan_live TRACE.jsonl --requests 60 --prefill 1 --decode 2 [--ttft 2 --itl 0.3]
 
-A local cluster on Ray serves the slice while the planner changes its workers' roles (it is
-allowed no more workers than there are). Then the simulator serves the same with the same planner,
-on a profile that is fitted to the live run (or the one of another, --profile). Printed are both
-sides' decisions, whether they are the same, and both sides' times.
+A local cluster on Ray serves the slice while the planner switches its workers' roles (it may not
+add workers). Then the simulator serves the same requests with the same planner, on a profile
+fitted to the live run (or another run's, --profile). Prints the decisions of both, whether they
+are the same, and the times of both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bench.trace_report import Objective
 from bench.trace_workload import TimedRequest, with_loads
 
 SWITCH_SECONDS = 0.05
-"""Beyond the drain, on a CPU."""
+"""How long a role switch takes after the drain, on a CPU."""
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -111,7 +111,7 @@ def main() -> None:
         type=float,
         nargs="+",
         default=[1.0],
-        help="times as dense, for equal parts of the time: 1 2 1 0.5",
+        help="factors of the arrival rate, for equal parts of the time: 1 2 1 0.5",
     )
     parser.add_argument("--round-seconds", type=float, default=5.0)
     parser.set_defaults(prefill=1, decode=2)

@@ -1,4 +1,4 @@
-"""Baton's processes as a benchmark starts them, without Ray."""
+"""Starts Baton's processes for benchmarks, without Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_SECONDS = 240.0
 STOP_SECONDS = 30.0
 
 FREE_ROUTER = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0}
-"""Of a router's settings: any ports that are free, and no requests of its own."""
+"""Router settings: any free ports, and no canaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Process:
 
     @property
     def processor_seconds(self) -> float:
-        """Spent so far, of all its threads."""
+        """CPU time of all its threads so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -57,9 +57,10 @@ def workers(
     *,
     metrics: bool = False,
 ) -> Iterator[dict[str, Process]]:
-    """Starts workers, by names such as "prefill-0", which end with the block.
+    """Starts workers with names such as "prefill-0", and stops them at the end of the block.
 
-    `variables` are added to their environment. With `metrics` they serve theirs."""
+    `variables` are added to their environment. With `metrics` they serve metrics.
+    """
     config = _write(folder / "workers.yaml", tree)
     with contextlib.ExitStack() as running:
         started = {}
@@ -76,7 +77,8 @@ def workers(
 def router(
     folder: Path, tree: Mapping[str, object], members: Collection[Process], name: str = "router"
 ) -> Iterator[Process]:
-    """A router of these workers, once every prefill worker reaches every decode worker."""
+    """Starts a router of these workers. Yields it once every prefill worker is connected to every
+    decode worker."""
     addresses = [member.address for member in members]
     settings = {**tree, "members": {"workers": addresses}}
     config = _write(folder / f"{name}.yaml", settings)
@@ -89,7 +91,7 @@ def router(
 
 
 def _write(path: Path, tree: Mapping[str, object]) -> str:
-    # An unknown key is better reported here than in the log of an ended process.
+    # Reports an unknown key here, instead of in the log of a process that failed to start.
     configs.parse(tree)
     path.write_text(yaml.safe_dump(dict(tree)))
     return str(path)

@@ -1,11 +1,11 @@
 """Fits a profile for the simulator to the timings of live requests.
 
-What each push took is told, and from when to when each part of a prompt was computed; those of
-several prompts that were computed in one step share its time by their tokens. A decode step's time
-is not told by itself: each answer has the mean of its steps, beside the requests and the busy
-prefill workers that there were meanwhile on average. Where workers share cores, a second counts as
-what of it a decode worker had (planner/profile.py), so that the profile says what a step costs
-with a core for itself.
+Timings include the time of each push, and when each chunk of a prompt was computed; prompts that
+were computed in one step share its time by their tokens. The time of a single decode step is not
+reported: an answer gives the mean of its steps, with the average numbers of requests and of busy
+prefill workers meanwhile. If workers share cores, a second counts by the share of it that the
+decode worker had (planner/profile.py), so that the profile gives the cost of a step with its own
+core.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from baton.v1 import timing_pb2 as pb
 MEMORY = 256.0
 
 PROMPT_PRIOR = (*PREFILL_PRIOR[:3], BUSY_SHARE * PREFILL_PRIOR[1])
-"""A prompt, a token, a token times one that it looks at, a token times a worker busy beside it."""
+"""Coefficients of a prompt, a token, a pair of a token and one that it attends to, and a pair of a
+token and another busy worker."""
 
 Samples = list[tuple[tuple[float, ...], float]]
 
@@ -45,7 +46,7 @@ class PoolShape:
     max_batch: int
     chunk_tokens: int
     cores: SharedCores
-    windows: tuple[int, ...] = ()  # as a Profile's
+    windows: tuple[int, ...] = ()  # as in Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Span:
         return self.began < moment < self.ended
 
     def cut(self, others: Iterable[Span]) -> Iterator[tuple[float, float]]:
-        """Parts without a start or end of another span: middle and seconds."""
+        """Cuts the span at other spans' starts and ends. Yields each part's middle and seconds."""
         edges = {edge for each in others for edge in (each.began, each.ended)}
         inside = sorted({self.began, self.ended, *filter(self.covers, edges)})
         for began, ended in itertools.pairwise(inside):
@@ -76,29 +77,29 @@ class Span:
 def fit_profile(
     timings: Sequence[pb.RequestTiming], ttfts: Sequence[float], shape: PoolShape
 ) -> Profile:
-    """`ttfts` are measured by the clients."""
+    """Fits a profile. `ttfts` are measured by the clients."""
     answers = [timing.answers[0] for timing in timings]
-    reading = [_chunks(each, shape) for each in timings]
-    spans = [chunk for chunks in reading for chunk in chunks]
+    computed_chunks = [_chunks(each, shape) for each in timings]
+    spans = [chunk for chunks in computed_chunks for chunk in chunks]
     busy = merged(spans)
     prompts = [
         (
             _prompt(answer, busy_beside(chunks, busy)),
             sum(own_seconds(chunk, spans) for chunk in chunks),
         )
-        for answer, chunks in zip(answers, reading, strict=True)
+        for answer, chunks in zip(answers, computed_chunks, strict=True)
         if chunks
     ]
     prefill, crowding = _fit_prompts(prompts)
     pushes = [each for each in answers if each.transferred_bytes]
     known = (pb.PHASE_KIND_QUEUE, pb.PHASE_KIND_PREFILL_WAIT, pb.PHASE_KIND_PREFILL)
-    told = sum(_seconds(each, kind) for each in answers for kind in known)
+    explained = sum(_seconds(each, kind) for each in answers for kind in known)
     return Profile(
         prefill=prefill,
         transfer=_fit(TRANSFER_PRIOR, [_push(each) for each in pushes]),
         exposed=(*_fit(EXPOSED_PRIOR[:1], [_exposed(each) for each in pushes]), 1.0),
         step=_fit(STEP_PRIOR, list(_steps(timings, busy, shape))),
-        overhead_seconds=max(0.0, (sum(ttfts) - told) / len(answers)),
+        overhead_seconds=max(0.0, (sum(ttfts) - explained) / len(answers)),
         page_size=shape.page_size,
         windows=shape.windows,
         page_bytes=shape.page_bytes,
@@ -113,7 +114,7 @@ def fit_profile(
 
 
 def _fit_prompts(prompts: Samples) -> tuple[tuple[float, ...], float]:
-    """A profile's coefficients of prompts, and its crowding."""
+    """Fits a profile's coefficients of prompts, and its crowding."""
     *own, beside = _fit(PROMPT_PRIOR, prompts)
     tokens = sum(features[1] for features, _ in prompts)
     took = sum(seconds for _, seconds in prompts)
@@ -122,7 +123,7 @@ def _fit_prompts(prompts: Samples) -> tuple[tuple[float, ...], float]:
 
 
 def _fit(prior: Sequence[float], samples: Samples) -> tuple[float, ...]:
-    """The coefficients, scaled so that all samples together take their measured time."""
+    """Fits coefficients, scaled so that all samples together take their measured time."""
     fit = OnlineFit(prior, MEMORY)
     for features, seconds in samples:
         fit.note(features, seconds)
@@ -146,7 +147,7 @@ def _push(answer: pb.AnswerTiming) -> tuple[tuple[float, ...], float]:
 
 
 def _exposed(answer: pb.AnswerTiming) -> tuple[tuple[float, ...], float]:
-    """From token #1 to the first step: the rest of the transfer, and what comes with it."""
+    """The time from token #1 to the first step: the rest of the transfer, and admission."""
     kinds = (pb.PHASE_KIND_RESERVE, pb.PHASE_KIND_TRANSFER, pb.PHASE_KIND_ADMIT)
     return (1.0,), sum(_seconds(answer, kind) for kind in kinds)
 
@@ -169,7 +170,7 @@ def busy_beside(chunks: Sequence[Span], busy: Sequence[Span]) -> float:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """When each worker was busy; overlapping spans are merged."""
+    """The busy spans of each worker: overlapping spans are merged."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.worker, each.began)):
         last = found[-1] if found else None
@@ -181,28 +182,28 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def _steps(
-    timings: Sequence[pb.RequestTiming], reading: Sequence[Span], shape: PoolShape
+    timings: Sequence[pb.RequestTiming], prefills: Sequence[Span], shape: PoolShape
 ) -> Iterable[tuple[tuple[float, ...], float]]:
-    """`reading` has the busy spans of prefill workers."""
+    """Samples of decode steps. `prefills` are the busy spans of prefill workers."""
     found = [_span(each, pb.PHASE_KIND_DECODE, shape) for each in timings]
-    writing = [each for each in found if each]
+    decodes = [each for each in found if each]
     for timing, own in zip(timings, found, strict=True):
         steps = timing.answers[0].completion_tokens - 2
         if own and steps >= 1 and own.seconds > 0:
-            features, seconds = computed(own, writing, reading, shape.cores)
+            features, seconds = computed(own, decodes, prefills, shape.cores)
             yield features, seconds / steps
 
 
 def computed(
-    own: Span, writing: Sequence[Span], reading: Sequence[Span], cores: SharedCores
+    own: Span, decodes: Sequence[Span], prefills: Sequence[Span], cores: SharedCores
 ) -> tuple[tuple[float, ...], float]:
-    """The seconds in which an answer's worker had a core, and its steps meanwhile."""
+    """The mean features of an answer's steps, and the seconds in which its worker had a core."""
     total = 0.0
     sums: tuple[float, ...] = (0.0, 0.0, 0.0)
-    for middle, seconds in own.cut([*writing, *reading]):
-        now = [each for each in writing if each.covers(middle)]
+    for middle, seconds in own.cut([*decodes, *prefills]):
+        now = [each for each in decodes if each.covers(middle)]
         here = [each for each in now if each.worker == own.worker]
-        busy = sum(each.covers(middle) for each in reading)
+        busy = sum(each.covers(middle) for each in prefills)
         seconds *= cores.decode_speed(busy, len({each.worker for each in now}))
         features = len(here), sum(each.pages for each in here), busy
         sums = tuple(a + seconds * b for a, b in zip(sums, features, strict=True))

@@ -1,11 +1,12 @@
-"""What a model loses by the way it is kept: against itself in float32, on a fixed text.
+"""The quality that a model loses by its dtype or quantization, on a fixed text.
 
     python -m bench.quality [--model FOLDER] [--dtype bfloat16] [--quantization int8]
         [--kv-dtype int8]
 
-Both predict the same text (engine/quality.txt), each token from the true ones before it. The table
-has, by depth, the perplexity and how much it changes, the mean and 99.9th percentile of the changes
-of tokens' log probabilities, and the share of tokens with the same likeliest token in their place.
+The model and itself in float32 predict the same text (engine/quality.txt), each token from the true
+ones before it. The table has, by depth, the perplexity and its change, the mean and the 99.9th
+percentile of the changes of tokens' log probabilities, and the share of positions where both find
+the same token likeliest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The least of gRPC over HTTP/2 that reads many answers with almost no work.
+"""A minimal gRPC client over HTTP/2 that reads many answers with almost no work.
 
-Windows never close, headers are sent literally, and those that come are not read. Whoever
-uses it owns the socket and reads from it.
+Flow-control windows never close, sent headers are not compressed, and received ones are not
+parsed. The caller owns the socket and reads from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # Kinds of frames.
 DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
-# Flags, of which ACK is of settings and pings.
+# Flags; ACK applies to settings and pings.
 ACK, END_STREAM, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW = 4  # a setting
 WIDEST_WINDOW = 2**31 - 1
@@ -27,7 +27,7 @@ class GrpcConnection:
     def __init__(self, connection: socket.socket, method: str) -> None:
         self._connection = connection
         self._headers = _header_block(method)
-        self._names: dict[int, int] = {}  # by number on the connection
+        self._names: dict[int, int] = {}  # by HTTP/2 stream id
         self._next = 1
         self._rest = b""
         self._content: defaultdict[int, bytes] = defaultdict(bytes)
@@ -52,7 +52,7 @@ class GrpcConnection:
         )
 
     def take(self, data: bytes) -> list[tuple[int, bytes]]:
-        """The messages completed by these bytes, with the names of their calls."""
+        """Takes received bytes. Returns the messages that they complete, with calls' names."""
         messages: list[tuple[int, bytes]] = []
         data, at = self._rest + data, 0
         while (begin := at + FRAME_HEAD) <= len(data):
@@ -105,5 +105,5 @@ def _header_block(method: str) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """Shorter than 127 bytes."""
+    """Encodes a text of less than 127 bytes."""
     return bytes([len(text)]) + text.encode()

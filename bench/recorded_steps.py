@@ -1,8 +1,8 @@
-"""Steps that only decode, recorded and not, in turn in one engine on a CPU.
+"""Decode steps with and without recording, in turn, in one engine on a CPU.
 
     python -m bench.recorded_steps [--model FOLDER] [--threads 2] [--rows 1 4 8]
 
-The medians are of the same sequences, some steps recorded, then some not.
+Both medians are of the same sequences: some steps recorded, then some not.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from baton.engine.runner import Runner
 from bench.engine import Ours, random_prompts
 
 STEPS, TURNS = 8, 6
-"""Of one kind in a row, and of both kinds."""
+"""Steps of one kind in a row, and how many times both kinds take a turn."""
 
 
 def medians(ours: Ours, rows: int) -> tuple[float, float]:
-    """Seconds of a step, not recorded and recorded."""
+    """Median seconds of a step, not recorded and recorded."""
     runner = ours.engine._runner
     assert isinstance(runner, Runner)
     answer = 2 * STEPS * TURNS + 10

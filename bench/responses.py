@@ -1,8 +1,9 @@
-"""What the response cache gives and costs: `python -m bench.responses`.
+"""The gain and cost of the response cache: `python -m bench.responses`.
 
-Routers in this process, between workers that answer at once and a client: without a cache, with one
-in memory, and with one in a real Redis, the caches full of responses of 200 tokens. In turns, the
-time from sending a request to its first token: for misses, then for hits.
+Runs three routers in this process, between a client and workers that answer at once: without a
+cache, with a cache in memory, and with one in a real Redis. The caches are filled with responses of
+200 tokens. Measures, in turn, the time from sending a request to its first token: first for misses,
+then for hits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LETTER = 81
 ANSWER_TOKENS = 200
 PROMPT_TOKENS = 200
 AT_ONCE = 100
-"""Responses that are stored at a time."""
+"""Responses that are stored concurrently."""
 
 
 @contextlib.asynccontextmanager
@@ -71,7 +72,7 @@ async def fill(responses: CachedResponses, entries: int) -> None:
 
 
 async def first_token(client: AsyncClient, prompt: list[int]) -> tuple[float, bool]:
-    """Milliseconds, and whether the answer came from the cache."""
+    """Milliseconds to the first token, and whether the answer came from the cache."""
     began = time.perf_counter()
     async with client.stream(prompt, max_tokens=ANSWER_TOKENS) as stream:
         await anext(stream)
@@ -116,7 +117,7 @@ async def report(clients: dict[str, AsyncClient], requests: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--entries", type=int, default=100_000, help="responses in each cache")
-    parser.add_argument("--requests", type=int, default=500, help="of each kind, to each router")
+    parser.add_argument("--requests", type=int, default=500, help="of each kind, per router")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as redis:
         uvloop.run(measure(arguments.entries, arguments.requests, redis))

@@ -1,16 +1,16 @@
-"""What the router costs: `python -m bench.router`.
+"""The cost of the router: `python -m bench.router`.
 
 One router process on one core, between workers that answer at once and clients
-that read many answers at once, which share another core. Printed for gRPC and for
-server-sent events: tokens a second, the router's CPU time a token, and the time
-from a worker's write to the client's kernel having the token. Then, from runs under
-a profiler, where the router's time goes.
+that read many answers, which share another core. Prints, for gRPC and for server-sent
+events, tokens per second, the router's CPU time per token, and the time from a worker's
+write until the client's kernel has the token. Then, from runs under a profiler, where
+the router's time goes.
 
-Goals: 20,000 tokens a second with 256 streams; at a tenth of that load, half of all
-tokens within 1 ms and 99% within 5 ms. What a tenth of it is like depends on how many
-tokens come together: a worker sends those of all its answers at once, and the last
+Goals: 20,000 tokens per second with 256 streams; at a tenth of that load, half of all
+tokens within 1 ms and 99% within 5 ms. Delays at a tenth of the load depend on how many
+tokens come together: a worker sends the tokens of all its answers at once, and the last
 of them waits for the others. So it is measured with a tenth of the streams, and with
-all of them on many workers, on some and on one.
+all streams on many workers, on some and on one.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ GOAL = 20_000
 PREFILL_WORKERS = 2
 DECODE_WORKERS = 8
 MANY_DECODE_WORKERS = 64
-FIRST_STREAM = 1000  # as a token id
-SETTLE_SECONDS = 0.5  # from the start of all answers to their continuation
+FIRST_STREAM = 1000  # its number, which is also a token id
+SETTLE_SECONDS = 0.5  # between all first tokens and the following ones
 TICK = os.sysconf("SC_CLK_TCK")
 
-# The stage of a function: the first whose path prefix is in its file's path.
+# A function belongs to the first stage of which a part is in its file's path.
 STAGES = (
     ("read the workers' messages", ("router/workers/",)),
     ("wait for workers", ("router/requests/inbox.py",)),
@@ -74,9 +74,9 @@ IDLE = ("asyncio/runners.py", "run")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`tokens_each` for so many streams, all at once, at `rate` tokens a second in all; 0 is as
-    fast as the router takes them. Decode workers have the same number of streams each, and step
-    one after the other."""
+    """`streams` concurrent answers of `tokens_each` tokens, at `rate` tokens per second in total; 0
+    is as fast as the router takes them. Decode workers have equally many streams each and step at
+    different times."""
 
     streams: int
     rate: float
@@ -148,7 +148,7 @@ class Router:
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
-        """Profiles the router into this file during the block."""
+        """Profiles the router during the block, if it has a file for the profile."""
         if self._profile:
             self._profile.unlink(missing_ok=True)
             self._process.send_signal(signal.SIGUSR1)
@@ -165,7 +165,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The set-up that measures one router."""
+    """Measures one router."""
 
     edge: str
     router: Router
@@ -201,8 +201,8 @@ class Bench:
 
 
 def _delays(arrivals: dict[int, Arrivals], pace: Pace) -> list[float]:
-    """Of all tokens but each stream's first, which comes from prefill, and its last: here, and
-    nowhere else, all answers end together."""
+    """The delays of all tokens except each stream's first, which comes from prefill, and its last:
+    only in this benchmark do all answers end together."""
     return [
         arrived - sent
         for number, item in arrivals.items()
@@ -264,7 +264,7 @@ async def report(arguments: argparse.Namespace, folder: Path, clients: Clients) 
             async with setting.bench(workers) as bench:
                 for load in alike:
                     print(f"  {load!s:<46}{await bench.measure(load)}", flush=True)
-        # The cost with many tokens a message, and with one.
+        # The cost with many tokens per message, and with one.
         for load in (asked[0], asked[3]):
             profile = folder / "profile"
             async with setting.bench(load.workers, profile) as bench:
@@ -298,7 +298,7 @@ class Setting:
             router = await asyncio.to_thread(Router, path, 0, profile)
             bench = Bench(self.edge, router, self.clients, self.pace)
             try:
-                # Warm up what is made at first use.
+                # Warms up the router.
                 await bench.measure(Load(STREAMS, 0, 20))
                 yield bench
             finally:
@@ -306,7 +306,7 @@ class Setting:
 
 
 def print_stages(profile: Path, outcome: Outcome) -> None:
-    """Each stage's share of the time that the router's own thread computes."""
+    """Prints each stage's share of the CPU time of the router's main thread."""
     seconds: defaultdict[str, float] = defaultdict(float)
     entries = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
     for (path, _, function), (_, _, own, _, callers) in entries.items():
@@ -334,10 +334,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=model_store.EMBEDDED, help="whose tokenizer to use")
-    parser.add_argument("--tokens", type=int, default=600, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=600, help="tokens of each answer")
     parser.add_argument("--edges", nargs="+", default=["gRPC", "HTTP"], choices=["gRPC", "HTTP"])
     arguments = parser.parse_args()
-    # The router's core is not ours.
+    # Leaves the first core to the router.
     os.sched_setaffinity(0, set(range(1, os.cpu_count() or 2)))
     clients = Clients()
     try:

@@ -1,7 +1,7 @@
-"""Clients that read many answers at once, over gRPC or as server-sent events.
+"""Clients that read many concurrent answers, over gRPC or as server-sent events.
 
-They run in their own process and do next to nothing. Arrival times are the kernel's, so a late
-read makes no difference.
+They run in their own process and do as little as possible. Arrival times are the kernel's, so they
+do not depend on when a client reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.v1 import inference_pb2 as pb
 from bench.raw_grpc import GrpcConnection
 
 CONNECTIONS = 8
-"""That gRPC's streams share; a stream of events has one of its own."""
+"""Connections that gRPC's streams share; each stream of server-sent events has its own."""
 
 SILENT_SECONDS = 20.0
 SO_TIMESTAMPNS = 35
@@ -33,7 +33,7 @@ _TEXTS = re.compile(rb'"text":"([^"]*)"')
 
 @dataclass(slots=True)
 class Arrivals:
-    """When each token of a stream came, on time.monotonic()'s clock, and in how many messages."""
+    """Arrival times of a stream's tokens, on time.monotonic()'s clock, and its message count."""
 
     times: list[float] = field(default_factory=list)
     messages: int = 0
@@ -55,7 +55,7 @@ class Reading:
 
 
 class Clients:
-    """The process. `begin`, then `wait_begun`, then `finish`."""
+    """The clients' process. Call `begin`, then `wait_begun`, then `finish`."""
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -92,12 +92,12 @@ class Source(Protocol):
     def open_streams(self) -> int: ...
 
     def take(self, data: bytes) -> list[tuple[int, int]]:
-        """Streams and their completed tokens in these bytes, one entry a message."""
+        """Takes received bytes. Returns one (stream, tokens) per completed message."""
         ...
 
 
 def _read(reading: Reading, pipe: Connection) -> dict[int, Arrivals]:
-    """Reads until nothing has come for a while."""
+    """Reads until all streams have ended, or nothing has come for a while."""
     arrivals: defaultdict[int, Arrivals] = defaultdict(Arrivals)
     begun = False
     with selectors.DefaultSelector() as selector:
@@ -120,7 +120,7 @@ def _read(reading: Reading, pipe: Connection) -> dict[int, Arrivals]:
 def _receive(
     connection: socket.socket, source: Source, arrivals: defaultdict[int, Arrivals]
 ) -> bool:
-    """Returns whether more is to come."""
+    """Reads from a connection. False if nothing more will come."""
     data, ancillary, _, _ = connection.recvmsg(2**18, 64)
     if not data:
         return False
@@ -131,8 +131,7 @@ def _receive(
 
 
 def _age(ancillary: Sequence[tuple[int, int, bytes]]) -> float:
-    """How long ago the kernel had what was received. It begins to take times a little after it
-    is asked to."""
+    """How long ago the kernel received the data; 0 before it starts to take timestamps."""
     if not ancillary:
         return 0.0
     seconds, nanoseconds = struct.unpack("qq", ancillary[0][2])
@@ -141,7 +140,7 @@ def _age(ancillary: Sequence[tuple[int, int, bytes]]) -> float:
 
 
 def _connect(reading: Reading) -> list[tuple[socket.socket, Source]]:
-    """Returns when every request has been sent."""
+    """Opens connections and sends every request."""
     host, _, port = reading.address.rpartition(":")
     connect = _connect_grpc if reading.edge == "gRPC" else _connect_http
     return connect((host, int(port)), reading)

@@ -1,4 +1,4 @@
-"""Whether an answer depends on anything but its request.
+"""Checks that answers depend on nothing but their requests.
 
     python -m bench.same [--model FOLDER] [--dtype bfloat16] [--answers 40] [--tokens 100]
                          [--numerics fast]
@@ -6,7 +6,8 @@
 Every prompt is answered alone, on an idle cluster, and then in other ways: again (its prefix is
 cached), beside all others, with other chunk and page sizes, while a worker is killed, after a
 role switch. The table counts the answers that differ from the one given alone, by tokens and by
-log probabilities, and where the first difference is. Needs no Ray; runs on a CPU or a GPU.
+log probabilities, and gives the places of the first differences. Needs no Ray; runs on a CPU or a
+GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How each prompt is sampled."""
+    """The sampling settings of all prompts."""
 
     tokens: int
     temperature: float
@@ -88,7 +89,7 @@ def ask(client: Client, prompt: str, index: int, salt: str, settings: Settings) 
 
 
 class Asker:
-    """Asks all prompts, one after the other or all at once."""
+    """Sends all prompts, one after the other or all at once."""
 
     def __init__(self, texts: list[str], settings: Settings) -> None:
         self._texts = texts
@@ -114,8 +115,8 @@ class Asker:
 def ways(
     client: Client, asker: Asker, kill: Callable[[], None]
 ) -> Iterator[tuple[str, list[Answer]]]:
-    """The answers of two prefill and two decode workers, asked in each way; the first is the one
-    that others are compared with. `kill` is called while all run, and kills decode-1."""
+    """Yields the answers of two prefill and two decode workers in each way. The others are compared
+    with the first. `kill` is called while all run, and kills decode-1."""
     yield "alone", asker.alone(client, "a")
     yield "again, cached", asker.alone(client, "a")
     yield "all at once", asker.at_once(client, "b")
@@ -128,7 +129,7 @@ def ways(
 def on_clusters(
     tree: dict[str, object], asker: Asker, folder: Path, kill_after: float
 ) -> Iterator[tuple[str, list[Answer]]]:
-    """The same on a cluster started for it, and all at once on clusters of other layouts."""
+    """As `ways`, on a new cluster; then all at once on clusters with other layouts."""
     with cluster(tree, folder) as (client, started):
 
         def kill() -> None:
@@ -176,8 +177,8 @@ def main() -> None:
     parser.add_argument("--model", default=EMBEDDED, help="a folder")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--numerics", default="invariant", help="of a GPU")
-    parser.add_argument("--kv-memory", default="1GiB", help="of each worker")
+    parser.add_argument("--numerics", default="invariant", help="numerics of a GPU")
+    parser.add_argument("--kv-memory", default="1GiB", help="memory for pages of each worker")
     parser.add_argument("--answers", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8, 1.0])

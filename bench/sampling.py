@@ -1,11 +1,12 @@
-"""What drawing tokens costs on a GPU, and how few draws change when logits drift.
+"""The cost of drawing tokens on a GPU, and how many draws change when logits drift.
 
     python -m bench.sampling [--vocabulary 128256]
 
-Microseconds a call under a CUDA graph, by batch size and filter; `best` is the argmax alone.
-The second table adds noise of a given size to all logits of random rows and counts the draws that
-change: with noise per token (kernels/noise.py), and with one number per token that walks the
-cumulated probabilities, which is how samplers usually draw. It runs on a CPU too.
+The first table has microseconds per call under a CUDA graph, by batch size and filter; `best` is
+the argmax alone. The second table adds noise of a given size to all logits of random rows and
+counts the draws that change: with noise per token (kernels/noise.py), and with one random number
+per row that is looked up in the cumulative probabilities, as most samplers do. It runs on a CPU
+too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SPREAD = 3.0
 
 
 def microseconds(call: Callable[[], object], repeats: int = 50) -> float:
-    """The least of five rounds."""
+    """The shortest of five rounds."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -99,7 +100,7 @@ def print_drift(vocabulary: int, device: str, rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--vocabulary", type=int, default=128_256)
-    parser.add_argument("--rows", type=int, default=1000, help="of the second table")
+    parser.add_argument("--rows", type=int, default=1000, help="rows of the second table")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

@@ -1,15 +1,15 @@
 """How well an embedding model tells paraphrases from look-alikes: `python -m bench.semantic_pairs
 --model FOLDER`.
 
-semantic_pairs.txt has a question in each line, a paraphrase of it (the same answer will do) and two
-look-alikes (it will not: another number or name, a negation, the opposite, another attribute). For
-some least similarities: how many paraphrases would be answered from the cache (recall), and how
-many of all hits would be right (precision). Then the similarities that `baton cache report` would
-propose for some shares of false hits.
+Each line of semantic_pairs.txt has a question, a paraphrase (which has the same answer) and two
+look-alikes (which have another answer: another number or name, a negation, the opposite, another
+attribute). For some least similarities it prints how many paraphrases would be answered from the
+cache (recall), and how many of all hits would be right (precision); then the similarities that
+`baton cache report` would propose for some shares of false hits.
 
-With --verify MODEL a cluster serves that model, and each pair from --least on is verified by it, as
-`cache.semantic_verify_seconds` has it done: what is left of hits and their precision, and how long
-one verification takes.
+With --verify MODEL a cluster serves that model, which verifies each pair with a similarity of at
+least --least, as with `cache.semantic_verify_seconds`. Then the hits that remain, their precision
+and the time of one verification are printed too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_pairs() -> list[Pair]:
 
 
 def judge(pairs: Sequence[Pair], folder: Path) -> list[JudgedHit]:
-    """Each pair as a hit of its similarity."""
+    """Turns each pair into a hit with its similarity."""
     text, encoder = EmbeddingModel.load(str(folder)).text, Encoder(folder)
 
     def vectors(texts: Iterable[str]) -> list[bytes]:
@@ -64,7 +64,7 @@ def judge(pairs: Sequence[Pair], folder: Path) -> list[JudgedHit]:
 
 
 def confirms(client: Client, pair: Pair, tokens: Sequence[int]) -> bool:
-    """As router/requests/question_requests.py asks."""
+    """Asks the model as router/requests/question_requests.py does. True if it confirms the pair."""
     messages = [(each.role, each.content) for each in verification_chat(*pair[:2]).messages]
     biases = dict.fromkeys(tokens, 100.0)
     answer = client.chat(messages, max_tokens=1, temperature=0.0, logit_bias=biases)
@@ -105,7 +105,8 @@ def report_verified(
 
 
 def row(hits: Sequence[JudgedHit], least: float, all_right: int) -> str:
-    """Of the hits from a similarity on; `all_right` are the paraphrases of all pairs."""
+    """The row of hits with at least a similarity; `all_right` counts the paraphrases of all
+    pairs."""
     over = [hit for hit in hits if hit.similarity >= least]
     right = sum(not hit.false for hit in over)
     precision = f"{right / len(over):9.1%}" if over else f"{'-':>9}"
@@ -116,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a sentence-transformers folder")
     parser.add_argument("--verify", metavar="MODEL", help="a model that verifies, or `embedded`")
-    parser.add_argument("--least", type=float, default=0.8, help="similarity of verified pairs")
+    parser.add_argument("--least", type=float, default=0.8, help="least similarity to verify")
     arguments = parser.parse_args()
     pairs = read_pairs()
     hits = judge(pairs, arguments.model)

@@ -1,12 +1,12 @@
-"""What the semantic cache gives and costs: `python -m bench.semantic_responses --model FOLDER`.
+"""The gain and cost of the semantic cache: `python -m bench.semantic_responses --model FOLDER`.
 
-Routers in this process, between workers that embed at once and take a given time for a prompt, and
-a client: without a cache, and with a semantic cache in a real Redis whose vector sets, one or
-several, have many random questions of 384 dimensions: no two are similar, which is the worst case
-of a search. In turns, the time from sending a question to its first token: of new questions
-(misses, where computing wins), and of similar ones that are not to be computed (only-if-cached).
-What it takes to embed a question is not in here: bench/embeddings.py measures that. FOLDER is an
-encoder of sentence-transformers, of which the tokenizer is used.
+Runs two routers in this process, between a client and workers that embed at once and take a given
+time for a prompt: without a cache, and with a semantic cache in a real Redis. Its vector sets, one
+or several, have many random questions of 384 dimensions: no two are similar, which is the worst
+case of a search. Measures, in turn, the time from sending a question to its first token: for new
+questions (misses, where computing wins), and for similar ones that must not be computed
+(only-if-cached). The time to embed a question is not included: bench/embeddings.py measures it.
+FOLDER is a sentence-transformers encoder, of which only the tokenizer is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bench.responses import ANSWER_TOKENS, LETTER, router
 
 DIMENSIONS = 384
 CONNECTIONS = 4
-"""That questions are added on."""
+"""Connections over which questions are added."""
 ONLY = (("cache-control", "only-if-cached"),)
 
 
@@ -50,7 +50,7 @@ def _direction(subject: tuple[int, ...]) -> bytes:
 
 
 def embed(tokens: Sequence[int]) -> bytes:
-    """Questions with the same first two words have one vector."""
+    """Gives questions with the same first two words the same vector."""
     return _direction(tuple(tokens[1:3]))
 
 
@@ -65,7 +65,8 @@ async def first_token(
     message: pb.GenerateRequest,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> tuple[float, str]:
-    """Milliseconds, and the kind of cached answer; empty too where Redis did not reply in time."""
+    """Milliseconds to the first token, and the kind of cached answer: empty for none, or if Redis
+    did not reply in time."""
     began, seconds, kind = time.perf_counter(), 0.0, ""
     try:
         async for event in stub.Generate(message, metadata=metadata):
@@ -87,7 +88,8 @@ async def used_memory(connection: RedisConnection) -> int:
 async def fill(url: str, asked: Question, entries: int, sets: int) -> None:
     """Adds random questions to the scope of one that was asked, and to others.
 
-    Each connection adds one question at a time; Redis links several at once, in its threads."""
+    Each connection adds one question at a time; Redis links several at once, in its threads.
+    """
     connections = [await RedisConnection.open(RedisAddress.parse(url)) for _ in range(CONNECTIONS)]
     scopes = [asked.scope, *(os.urandom(32) for _ in range(sets - 1))]
     draw = numpy.random.default_rng(7)
@@ -158,9 +160,9 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=100_000, help="questions")
     parser.add_argument("--sets", type=int, default=1, help="scopes that they are spread over")
     parser.add_argument(
-        "--prefill-seconds", type=float, default=0.01, help="that a prompt takes a worker"
+        "--prefill-seconds", type=float, default=0.01, help="time of a prompt on a worker"
     )
-    parser.add_argument("--requests", type=int, default=500, help="of each kind")
+    parser.add_argument("--requests", type=int, default=500, help="requests of each kind")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as redis:
         uvloop.run(measure(arguments, redis))

@@ -1,11 +1,11 @@
-"""The whole cluster against one engine alone, on the same cores: what disaggregation costs.
+"""The cost of disaggregation: the whole cluster against one engine alone, on the same cores.
 
     python -m bench.serve [--model FOLDER] [--repeats 3] [--kv-dtype int8]
 
 Starts a cluster on Ray (router, one prefill worker, one decode worker) and one
-engine in a process of its own, and measures them in turn, row by row, so that
-both meet the same machine. Prompts are random tokens; answers are greedy and
-never end early. The client is gRPC.
+engine in its own process, and measures them in turn, row by row, so that other load
+affects both. Prompts are random tokens; answers are greedy and never end early. The
+client uses gRPC.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _serve_engine(model: str, kv_dtype: str, pipe: Connection) -> None:
 
 
 class WholeCluster:
-    """A live cluster, seen from a gRPC client."""
+    """A running cluster, measured by a gRPC client."""
 
     def __init__(self, address: str) -> None:
         self._client = Client(address)
@@ -76,7 +76,7 @@ class WholeCluster:
         return taken
 
     def first_token_seconds(self, prompt: list[int], count: int) -> float:
-        """Seconds to the first token of an answer of `count` tokens, which is read to its end."""
+        """Seconds to the first token of an answer of `count` tokens. Reads the whole answer."""
         began = time.perf_counter()
         with self._client.stream(prompt, max_tokens=count, ignore_eos=True) as stream:
             next(stream)
@@ -148,7 +148,7 @@ def print_rows(table: list[Row], repeats: int) -> None:
 
 
 def print_transfer(cluster: WholeCluster, scrape: Callable[[], dict[str, float]]) -> None:
-    """What the push of 512 tokens takes, and what of it a first token waits for."""
+    """Prints the rate of a push of 512 tokens, and the share of TTFT that waits for it."""
     (prompt,) = random_prompts(1, 512)
     before = scrape()
     pairs = [
@@ -179,13 +179,13 @@ def _scrape(address: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
-    parser.add_argument("--repeats", type=int, default=3, help="of each row; 0: the transfer alone")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per row; 0: only the transfer")
     parser.add_argument("--kv-dtype", choices=["auto", "int8", "int4"], default="auto")
     options = parser.parse_args()
     config = Config(
         model=options.model,
         kv_dtype=options.kv_dtype,
-        prefix_cache=False,  # every row asks the same prompts again
+        prefix_cache=False,  # every row repeats the same prompts
         router=RouterConfig(port=0, http_port=0, metrics_port=0, local_prefill="fallback"),
     )
     live = Cluster(config)

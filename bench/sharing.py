@@ -1,17 +1,17 @@
-"""Both phases on one GPU: how much prefill disturbs running answers, for each way of sharing.
+"""Both phases on one GPU: how much prefill delays running answers, for each way to share it.
 
     python -m bench.sharing --model FOLDER [--random-weights] [--ways colocated sliced 60 …]
 
-Some streams write long answers while long prompts arrive at a steady rate. For
-each way to share the GPU the same processes are started anew, without Ray, and
-asked over gRPC. The ways:
+Some streams generate long answers while long prompts arrive at a steady rate. Each way to
+share the GPU gets fresh processes, without Ray, and the requests are sent over gRPC:
 
-- colocated: one worker does both, a chunk of a prompt in each step (colocated:N sets its tokens);
-- sliced: a prefill and a decode process that take turns on the GPU, as CUDA does by itself;
-- P, a number: the two side by side, prefill on P percent of the GPU's multiprocessors.
+- colocated: one worker runs both phases, a chunk of a prompt in each step (colocated:N sets its
+  tokens);
+- sliced: a prefill and a decode process that take turns on the GPU, which is CUDA's default;
+- P, a number: both side by side, prefill on P percent of the GPU's multiprocessors.
 
 It prints the gaps between two tokens of the streams, alone and while prompts arrive, the
-prompts' times to first token, and how fast prompts are read when many wait.
+prompts' times to first token, and the rate of prompt tokens when many prompts wait.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Way:
     name: str
     chunk: int = 0
     split: bool = True
-    share: float | None = None  # of the multiprocessors, for prefill
+    share: float | None = None  # prefill's share of the multiprocessors
 
     @classmethod
     def parse(cls, name: str) -> Way:
@@ -62,8 +62,8 @@ class Way:
 class Measured:
     alone: list[float]  # gaps between tokens, ms
     disturbed: list[float]
-    first_tokens: list[float]  # of the prompts, ms
-    prompt_rate: float  # tokens a second, when several wait
+    first_tokens: list[float]  # TTFT of the prompts, ms
+    prompt_rate: float  # prompt tokens per second while several wait
 
 
 class Streams:
@@ -109,7 +109,7 @@ class Streams:
 
 
 async def first_token(client: AsyncClient, length: int) -> float:
-    """Milliseconds to an answer's first token; the rest is read to its end."""
+    """Milliseconds to an answer's first token. Reads the whole answer."""
     began = time.perf_counter()
     prompt = random.choices(range(5, WORDS), k=length)
     async with client.stream(prompt, max_tokens=PROMPT_ANSWER, ignore_eos=True) as stream:
@@ -150,7 +150,7 @@ async def _arrivals(client: AsyncClient, options: argparse.Namespace) -> list[fl
 
 @contextlib.contextmanager
 def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """A cluster whose workers share the GPU this way; yields the router's address."""
+    """Starts a cluster whose workers share the GPU this way. Yields the router's address."""
     with contextlib.ExitStack() as running:
         shared: dict[str, str] = {}
         if way.share:
@@ -202,7 +202,7 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of an arriving prompt")
-    parser.add_argument("--rate", type=float, default=1.0, help="prompts a second")
+    parser.add_argument("--rate", type=float, default=1.0, help="prompts per second")
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--kv-memory", default="24GiB")
     options = parser.parse_args()

@@ -3,10 +3,10 @@
     python -m bench.simulate TRACE.jsonl [--requests 60] [--speed 25] [--save profile.json]
     python -m bench.simulate TRACE.jsonl --seed 1 --decode 2 --profile profile.json
 
-The live run's own timings give the profile (bench/profile_fit.py), so this says how well the
-simulator puts together what is known of each part: queues, batches, caches and placements. With
---profile, the one of another run says how well it predicts what it has not seen.
-Prompts are read by prefill workers only and no pages are fetched back, as in the simulator.
+The profile is fitted to the live run's own timings (bench/profile_fit.py), so this shows how well
+the simulator combines the known costs of each part: queues, batches, caches and placements. With
+--profile, another run's profile shows how well it predicts a run that it has not seen.
+Only prefill workers compute prompts and no pages are fetched back, as in the simulator.
 """
 
 from __future__ import annotations
@@ -68,11 +68,9 @@ def compare(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    # When the first request was due (Unix time).
-    began_at: float
+    began_at: float  # when the first request was due (Unix time)
     outcomes: list[Outcome]
-    # Fitted to it.
-    profile: Profile
+    profile: Profile  # fitted to this run
 
 
 def chosen_profile(live: Live, options: argparse.Namespace) -> Profile:
@@ -132,7 +130,7 @@ def predict(requests: Sequence[TimedRequest], shape: Shape, profile: Profile) ->
 
 
 def arrivals_of(requests: Sequence[TimedRequest], page_size: int) -> list[TraceRequest]:
-    """Each page is a block, named by its key."""
+    """The requests as the simulator reads them: each page is a block, named by its key."""
     return [
         TraceRequest(
             request.seconds,
@@ -179,17 +177,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, help="a JSONL file")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--slice", choices=("sessions", "window"), default="sessions")
-    parser.add_argument("--scale", type=Fraction, default=Fraction(1, 32), help="of all lengths")
+    parser.add_argument("--scale", type=Fraction, default=Fraction(1, 32), help="factor of lengths")
     parser.add_argument("--speed", type=float, default=25.0, help="times as fast as the trace")
     parser.add_argument("--longest", type=int, default=768, help="leave out longer prompts")
-    parser.add_argument("--seed", type=int, default=0, help="of the slice and the tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the slice and the tokens")
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
     parser.add_argument("--prefill", type=int, default=1, help="workers")
     parser.add_argument("--decode", type=int, default=1, help="workers")
-    parser.add_argument("--kv-memory", default="1GiB", help="of one worker")
+    parser.add_argument("--kv-memory", default="1GiB", help="memory for pages of each worker")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--save", type=Path, help="where to write the live run's profile")
-    parser.add_argument("--profile", type=Path, help="predict with this one, of another run")
+    parser.add_argument("--profile", type=Path, help="predict with another run's profile")
 
 
 def main() -> None:

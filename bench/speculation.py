@@ -1,15 +1,14 @@
-"""Decoding with and without guessed tokens: tokens a second, and whether answers are the same.
+"""Decoding with and without guesses: tokens per second, and whether answers are the same.
 
     python -m bench.speculation [--model MODEL] [--draft-model MODEL] [--quantization none]
                                 [--rows rewrite code json complete free noise] [--streams 1 8]
                                 [--tokens 160] [--repeats 3]
 
-One engine under a decode worker's scheduler answers the same prompts with speculation off and on
-(ngram, and draft if there is one), greedily; noise is drawn at a high temperature, so that nothing
-can be guessed. The ways take turns step by step, so that other work on the machine slows all of
-them down alike. Times are from the first tokens to the last ones, with the draft's prompts in them;
-shown is the repeat whose ratio is the median. Every answer must be the same in all ways, or the run
-fails.
+One engine under a decode worker's scheduler answers the same prompts greedily with speculation off
+and on (ngram, and draft if there is one); `noise` is sampled at a high temperature, so that nothing
+can be guessed. The ways take turns step by step, so that other load on the machine affects all of
+them. Times run from the first tokens to the last ones and include the draft's prompts; the repeat
+with the median ratio is shown. Every answer must be the same in all ways, or the run fails.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def decode(engine: Engine, load: Workload, ways: list[str]) -> dict[str, Run]:
 
 
 def tokenized(text: Text, prompt: str, streams: int) -> list[list[int]]:
-    """Different prompts of one kind."""
+    """Tokenizes different prompts of one kind."""
     greetings = [f"Request {number}. " if number else "" for number in range(streams)]
     chats = [ChatPrompt((Message("user", greeting + prompt),)) for greeting in greetings]
     return [text.encode(chat) for chat in chats]

@@ -1,18 +1,18 @@
-"""Where the seconds of a worker's start go, from the command to ready.
+"""The time of a worker's start by stage, from the command to ready.
 
     python -m bench.startup --model FOLDER [--device cuda] [--role decode] [--starts 2] [--cold]
     python -m bench.startup --config CONFIG_JSON --folder FOLDER ...
 
-With --config the folder is made first: a checkpoint of the config's shape with random bfloat16
-weights, in files of about 2 GB, which are in the page cache then. --cold starts with an empty
-cache of compiled kernels. Each start is a process of its own, ended when it is ready. The stages
-are the worker's own:
+With --config the folder is written first: a checkpoint of the config's shape with random bfloat16
+weights, in files of about 2 GB, which are then in the page cache. --cold starts with an empty
+cache of compiled kernels. Each start is a new process, which is stopped when it is ready. The
+stages are those that the worker reports:
 
     command    the interpreter and the configuration
-    imports    torch and all else
+    imports    torch and all other modules
     config     the model's configuration; starting other ranks
     device     the GPU's context
-    weights    from files to their places
+    weights    loading from files
     pages      memory for pages
     kernels    compiled, or loaded from the cache
     steps      recorded and rehearsed; on a CPU, weights packed
@@ -61,7 +61,7 @@ class NamedTensors(RandomTensors):
 
 
 def make_folder(config: Path, folder: Path) -> None:
-    """A checkpoint with the config's shape."""
+    """Writes a checkpoint with the config's shape."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(config, folder / "config.json")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,7 +92,7 @@ def _take(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
 
 
 def start(options: argparse.Namespace, cache: str) -> tuple[float, dict[str, float]]:
-    """The seconds until the worker is ready, and those of each stage."""
+    """Starts a worker. Returns the seconds until it is ready, and those of each stage."""
     keys = {"model": str(options.model), "device": options.device, "log_level": "warning"}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(keys, file)

@@ -1,12 +1,12 @@
-"""What saving pages to the second tier costs running answers.
+"""How much saving pages to the second tier delays running answers.
 
     python -m bench.tier_saving [--model FOLDER] [--streams 4] [--pages 1 4 16]
 
-One engine, without a cluster. Some answers are written, step by step, while pages of other
-prompts come into a full pool and push out older ones, so many a step. In every second round
-what will be pushed out is saved first, to host memory, and in a second table also to files. The
-rounds with and without saving take turns, so that both meet the same machine; pages come as if
-they had arrived from elsewhere, since computing them would hide what is measured.
+One engine, without a cluster, decodes some answers. In each step a number of pages of other
+prompts enters the full pool and evicts older ones. In every second round, pages are saved before
+they are evicted: to host memory, and in a second table also to files. Rounds with and without
+saving take turns, so that other load affects both. Pages enter as if they had arrived from
+elsewhere, since computing them would hide the effect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from baton.worker.backend import open_second_tier
 PROMPT = 64
 ROUND_STEPS = 8
 HOST_SHARE = 2
-"""Host memory holds so many times what the pool does."""
+"""Size of host memory, as a multiple of the pool."""
 WAIT_SECONDS = 60.0
 
 
@@ -104,7 +104,7 @@ class Streams:
 
 @dataclass
 class Found:
-    """The seconds of steps without saving and with it, and the pages saved in the latter."""
+    """Seconds of steps without and with saving, and how many pages were saved."""
 
     without: list[float] = field(default_factory=list)
     saving: list[float] = field(default_factory=list)
@@ -161,8 +161,8 @@ def main() -> None:
     )
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--pages", type=int, nargs="+", default=[1, 4, 16], help="that come a step")
-    parser.add_argument("--rounds", type=int, default=4, help="of 8 steps, with and without")
+    parser.add_argument("--pages", type=int, nargs="+", default=[1, 4, 16], help="new pages a step")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of 8 steps each way")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kv-memory", type=Size.parse, default=Size.parse("256MiB"))
     options = parser.parse_args()

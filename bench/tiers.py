@@ -3,8 +3,8 @@
     python -m bench.tiers [--model FOLDER] [--device cuda] [--random-weights] [--tokens N …]
 
 One engine, without a cluster. A prompt is computed, saved to host memory and files,
-evicted, and brought back from each; what comes back must be what was computed, bit by
-bit. Files are read as the kernel caches them.
+evicted, and restored from each. Restored pages must be bitwise equal to the computed
+ones. Files may be in the page cache.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def timed(what: Callable[[], object]) -> float:
 
 
 def measure(bench: Bench, count: int, seed: int) -> dict[str, float]:
-    """Seconds by where the pages come from."""
+    """Seconds by the source of the pages."""
     draw = random.Random(f"{count} {seed}")  # the same tokens in other chunks differ in last bits
     words = bench.engine.architecture.vocabulary_size
     tokens = [draw.randrange(words) for _ in range(count)]

@@ -6,23 +6,23 @@
     python -m bench.trace --prefix-hit
     python -m bench.trace --sweep
 
-TRACE has a JSON object a line, as the Mooncake traces do: timestamp (ms), input_length,
-output_length, and hash_ids of blocks of 512 tokens. Requests are sent at their times,
---speed times as fast and --scale times as long, whether or not those before are answered;
-answers are greedy and as long as the trace says.
+TRACE has one JSON object per line, as the Mooncake traces do: timestamp (ms), input_length,
+output_length, and hash_ids of blocks of 512 tokens. Requests are sent at their times (an open
+loop), --speed times as fast and --scale times as long; answers are greedy and as long as the
+trace says.
 
-A small cluster cannot take a whole trace. --requests cuts a slice of whole sessions
-(requests that share more than the system prompt of all), which keeps what they share and
-the time between their turns: one infinite cache hits 37% of the conversation trace, and
-25 to 40% of such slices of 80 requests. A window in time (--slice window) keeps the density
-of arrivals and loses most turns before it: 4 to 7% of 200 requests.
+A small cluster cannot serve a whole trace. --requests cuts a slice of whole sessions
+(requests that share more than the common system prompt), which keeps shared prefixes and
+the time between turns: one infinite cache hits 37% of the conversation trace, and 25 to 40%
+of such slices of 80 requests. A window in time (--slice window) keeps the density of arrivals
+but loses most earlier turns: 4 to 7% of 200 requests.
 
 TTFT counts from when a request was due. The ITL percentiles are over all gaps between two
-tokens; an answer is good when its TTFT and the mean of its gaps keep to --ttft-slo and
---itl-slo. Each policy gets fresh workers. --address takes a live cluster as it is; another
---seed then gives it tokens that it has not seen. --seeds has several slices, one after the
-other; for each that ran all policies, and at the end, it is said whether kv_aware has 95% of
-the hits of an infinite cache and the lowest mean TTFT.
+tokens; an answer is good if its TTFT and the mean of its gaps meet --ttft-slo and --itl-slo.
+Each policy gets fresh workers. --address uses a running cluster; give another --seed to send
+it new tokens. --seeds runs several slices, one after the other. For each that ran all
+policies, and at the end, it prints whether kv_aware has 95% of the hits of an infinite cache
+and the lowest mean TTFT.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def chosen_requests(options: argparse.Namespace, seed: int) -> list[TimedRequest
         fitting = [each for each in trace if synthesis.prompt_length(each) <= options.longest]
         chosen = slice_of_time(fitting, options.requests, seed)
     else:
-        # A session that lost its long turns would share less than the trace does.
+        # Whole sessions only: without its long turns a session would share less than the trace.
         parts = [
             part
             for part in sessions(trace)
@@ -84,7 +84,7 @@ def replay_seeds(options: argparse.Namespace) -> None:
 
 
 def replay_policies(options: argparse.Namespace, seed: int) -> Verdict | None:
-    """The verdict on one slice; None where not all policies ran."""
+    """The verdict on one slice; None unless all policies ran."""
     requests = chosen_requests(options, seed)
     prompts = [request.prompt for request in requests]
     tokens = sum(map(len, prompts))
@@ -116,13 +116,13 @@ async def _measure(
     async with AsyncClient(door.address) as client:
         await warm_up(client, FreshPrompts(seed))
         outcomes = await replay(client, requests)
-    # The prompts of the warm-up are cached nowhere yet.
+    # Hits on decode need no baseline: prompts of the warm-up are cached nowhere.
     return summarize(outcomes, objective, requests[-1].seconds, door.decode_cached_tokens())
 
 
 @contextlib.contextmanager
 def cluster(options: argparse.Namespace, settings: dict[str, object]) -> Iterator[Door]:
-    """The live cluster of the options, or a fresh one."""
+    """The running cluster at --address, or a fresh one."""
     if options.address:
         yield Door(options.address)
         return
@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the slice, arrivals and tokens")
     parser.add_argument("--ttft-slo", type=float, help="seconds (a trace: 4; a sweep: by length)")
     parser.add_argument("--itl-slo", type=float, help="seconds (a trace: 0.25; a sweep: by length)")
-    parser.add_argument("--repeats", type=int, default=3, help="of a sweep or a prefix hit")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of a sweep or a prefix hit")
     _add_trace_options(parser)
     _add_cluster_options(parser)
     _add_experiment_options(parser)
@@ -221,20 +221,20 @@ def _add_trace_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seeds", type=int, nargs="+", help="several slices, instead of --seed")
     group.add_argument("--requests", type=int, default=80)
     group.add_argument("--slice", choices=("sessions", "window"), default="sessions")
-    group.add_argument("--scale", type=Fraction, default=Fraction(1, 32), help="of all lengths")
+    group.add_argument("--scale", type=Fraction, default=Fraction(1, 32), help="factor of lengths")
     group.add_argument("--speed", type=float, default=25.0, help="times as fast as the trace")
-    group.add_argument("--longest", type=int, default=768, help="leave out what has longer prompts")
+    group.add_argument("--longest", type=int, default=768, help="leave out longer prompts")
 
 
 def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the cluster")
-    group.add_argument("--address", help="a live cluster's; else each policy gets a fresh one")
+    group.add_argument("--address", help="a running cluster; otherwise each policy gets a new one")
     group.add_argument("--policies", nargs="+", default=POLICIES)
     group.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
     group.add_argument("--prefill", type=int, default=2, help="workers")
     group.add_argument("--decode", type=int, default=2, help="workers")
-    group.add_argument("--threads", type=int, default=1, help="of one worker")
-    group.add_argument("--kv-memory", default="2GiB", help="of one worker")
+    group.add_argument("--threads", type=int, default=1, help="threads of each worker")
+    group.add_argument("--kv-memory", default="2GiB", help="memory for pages of each worker")
     group.add_argument("--page-size", type=int, default=16)
 
 
@@ -246,7 +246,7 @@ def _add_experiment_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9])
     group.add_argument("--answer-tokens", type=int, default=16)
     group.add_argument("--run-seconds", type=float, default=15.0)
-    group.add_argument("--least-requests", type=int, default=8, help="of one run")
+    group.add_argument("--least-requests", type=int, default=8, help="fewest requests of one run")
 
 
 if __name__ == "__main__":

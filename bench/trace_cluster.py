@@ -1,7 +1,7 @@
 """Clusters to replay a trace against, started without Ray.
 
-A worker stands for a machine, so each has threads of its own and no more: what one
-computes must not slow another.
+A worker stands for a machine, so each has its own threads and no more: workers must not
+slow each other down.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class Door:
     """A router's addresses."""
 
     address: str
-    # Empty when it is not known.
-    metrics: str = ""
+    metrics: str = ""  # empty if unknown
 
     def decode_cached_tokens(self) -> int | None:
-        """Prompt tokens not transferred since the start, since decode had them cached."""
+        """Prompt tokens since the start that were not transferred because decode had them."""
         if not self.metrics:
             return None
         with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10) as response:
@@ -74,7 +73,7 @@ def workers(shape: Shape, folder: Path) -> Iterator[list[Process]]:
 def router(
     shape: Shape, folder: Path, name: str, members: list[Process], settings: Mapping[str, object]
 ) -> Iterator[Door]:
-    """A router of these workers; `settings` are those of the configuration's section."""
+    """Starts a router of these workers. `settings` are keys of the `router` section."""
     tree = {**shape.tree(), "router": {**FREE_ROUTER, **settings}}
     with processes.router(folder, tree, members, name) as started:
         yield Door(started.address, started.metrics)

@@ -1,4 +1,4 @@
-"""What a hit on a long shared prefix saves: TTFT cold against warm, on the same cluster."""
+"""The gain of a hit on a long shared prefix: TTFT cold against warm, on the same cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANSWER_TOKENS = 4
 
 
 async def print_prefix_hit(address: str, repeats: int, seed: int) -> None:
-    """The medians of `repeats` prefixes, each sent twice with another end."""
+    """Prints medians over `repeats` prefixes, each sent twice with different ends."""
     prompts = FreshPrompts(seed)
     async with AsyncClient(address) as client:
         await warm_up(client, prompts)

@@ -1,4 +1,4 @@
-"""Sends requests at their times, an open loop, and records each outcome."""
+"""Sends requests at their times (an open loop) and records each outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.core.errors import BatonError
 from bench.trace_workload import FreshPrompts, TimedRequest
 
 TIMEOUT_SECONDS = 600.0
-"""For one answer; whoever takes longer counts as an error."""
+"""Timeout of one answer; longer ones count as errors."""
 
 WARM_UP_TOKENS = 64
 
@@ -21,16 +21,11 @@ class Outcome:
     """The outcome of one request. Times are seconds since it was due."""
 
     prompt_tokens: int
-    # One a token of the answer.
-    token_seconds: tuple[float, ...] = ()
-    # Prompt tokens that were not computed.
-    cached_tokens: int = 0
-    # Whether the decode worker prefilled the prompt.
-    local: bool = False
-    # The placement's reason.
-    reason_code: str = ""
-    # The error, if there is no answer.
-    error: str = ""
+    token_seconds: tuple[float, ...] = ()  # one per token of the answer
+    cached_tokens: int = 0  # prompt tokens that were not computed
+    local: bool = False  # whether the decode worker prefilled the prompt
+    reason_code: str = ""  # the placement's reason
+    error: str = ""  # empty for an answer
 
     @property
     def ttft(self) -> float:
@@ -38,7 +33,7 @@ class Outcome:
 
     @property
     def gaps(self) -> list[float]:
-        """From each token to the next. Tokens that come together share the time."""
+        """Seconds from each token to the next. Tokens that arrive together share the time."""
         return [
             later - sooner
             for sooner, later in zip(self.token_seconds, self.token_seconds[1:], strict=False)
@@ -46,7 +41,7 @@ class Outcome:
 
 
 async def replay(client: AsyncClient, requests: Sequence[TimedRequest]) -> list[Outcome]:
-    """All outcomes, in the order of `requests`."""
+    """Sends all requests. Returns their outcomes, in order."""
     began = asyncio.get_running_loop().time()
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -59,7 +54,7 @@ async def replay(client: AsyncClient, requests: Sequence[TimedRequest]) -> list[
 async def answer_at_once(
     client: AsyncClient, prompts: Sequence[tuple[int, ...]], answer_tokens: int
 ) -> list[Outcome]:
-    """The outcomes of prompts sent together; blocks until all have ended."""
+    """Sends prompts together. Returns their outcomes when all have ended."""
     outcomes = await replay(
         client, [TimedRequest(0.0, prompt, answer_tokens) for prompt in prompts]
     )
@@ -69,7 +64,7 @@ async def answer_at_once(
 
 
 async def warm_up(client: AsyncClient, prompts: FreshPrompts) -> None:
-    """Runs some steps on every worker, so that the router has measured them."""
+    """Runs some steps on every worker, so that the router has measured their costs."""
     for _ in range(2):
         await answer_at_once(client, [prompts.draw(WARM_UP_TOKENS) for _ in range(4)], 4)
 

@@ -11,12 +11,12 @@ from bench.trace_replay import Outcome
 
 KV_AWARE = "kv_aware"
 ENOUGH_HITS = 0.95
-"""Of one infinite cache's."""
+"""The share of an infinite cache's hits that is required."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The objective of a good answer in seconds: TTFT and mean ITL."""
+    """The limits of a good answer in seconds: TTFT and mean ITL."""
 
     ttft: float
     itl: float
@@ -39,18 +39,14 @@ class Summary:
     requests: int
     errors: Counter[str]
     prompt_tokens: int
-    # Of the prompt tokens, those that were not computed.
-    cached_tokens: int
-    # Those cached at the decode worker when another worker prefilled, where known.
-    decode_cached_tokens: int | None
-    # Prompts that the decode worker prefilled.
-    local: int
+    cached_tokens: int  # prompt tokens that were not computed
+    decode_cached_tokens: int | None  # prompt tokens that were not transferred, if known
+    local: int  # prompts that the decode worker prefilled
     reasons: Counter[str]
     ttft: Spread
     itl: Spread
     good: int
-    # While requests arrived.
-    seconds: float
+    seconds: float  # while requests arrived
 
     @property
     def hit_rate(self) -> float:
@@ -58,7 +54,7 @@ class Summary:
 
     @property
     def goodput(self) -> float:
-        """Good answers a second of arrivals, so that equal arrivals compare exactly."""
+        """Good answers per second of arrivals, so that equal arrivals compare exactly."""
         return self.good / self.seconds
 
 
@@ -68,7 +64,7 @@ def summarize(
     seconds: float,
     decode_cached_tokens: int | None = None,
 ) -> Summary:
-    """A run in which requests arrived for `seconds`."""
+    """Summarizes a run in which requests arrived for `seconds`."""
     answered = [outcome for outcome in outcomes if not outcome.error]
     return Summary(
         requests=len(outcomes),
@@ -87,13 +83,11 @@ def summarize(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the cache index has paid, in one run of all policies."""
+    """Whether the cache index was worth it, in one run of all policies."""
 
-    # kv_aware's hit rate, as a share of what one infinite cache would have.
-    share_of_infinite: float
-    # Mean TTFT: kv_aware's, and the best of the others'.
-    ttft: float
-    best_other_ttft: float
+    share_of_infinite: float  # kv_aware's hit rate, as a share of one infinite cache's
+    ttft: float  # kv_aware's mean
+    best_other_ttft: float  # the best mean of the other policies
 
     @classmethod
     def of(cls, summaries: Mapping[str, Summary], infinite_rate: float) -> Verdict:
@@ -123,7 +117,7 @@ class Verdict:
 
 
 def print_summaries(summaries: Mapping[str, Summary], infinite_rate: float) -> None:
-    """One column a policy."""
+    """Prints a table with one column per policy."""
     columns = [_cells(summary, infinite_rate) for summary in summaries.values()]
     print(f"{'':<34}" + "".join(f"{name:>16}" for name in summaries))
     for row in zip(*(column.items() for column in columns), strict=True):

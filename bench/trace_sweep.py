@@ -1,9 +1,9 @@
 """Never worse: goodput of the local-prefill controller against always and never, point by point.
 
-One set of workers, and one router a mode, since the mode is the router's alone. For each
-prompt length a calibration finds what the split cluster can do; a point offers a share of
-that. The modes run in turn on the same arrivals, so that all meet the same machine. No
-prompt comes twice, so that no cache helps.
+One set of workers, and one router per mode, since only the router knows the mode. For each
+prompt length a calibration measures the capacity of the split cluster; a point offers a share
+of it. The modes run in turn on the same arrivals, so that other load affects all of them. No
+prompt is sent twice, so that no cache helps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODES = (AUTO, NEVER, ALWAYS)
 
 CALIBRATION_REQUESTS = 6
 SLACK = 4.0
-"""How many times as long as when it is alone a good request may take, unless it is told."""
+"""Default objective: how many times as long as alone a good request may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,10 @@ class Grid:
     """The points of the sweep and their durations."""
 
     lengths: Sequence[int]
-    # Shares of what the cluster can do.
-    loads: Sequence[float]
+    loads: Sequence[float]  # shares of the cluster's capacity
     answer_tokens: int
     repeats: int
-    # Of one run; it is longer where this holds fewer than `least_requests`.
-    seconds: float
+    seconds: float  # of one run; longer if it would have fewer than `least_requests`
     least_requests: int
 
 
@@ -46,8 +44,7 @@ class Calibration:
     """The capacity of the split cluster for prompts of one length."""
 
     requests_per_second: float
-    # Seconds of a single request.
-    alone: Objective
+    alone: Objective  # TTFT and ITL of a single request
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +67,14 @@ class Repeats:
 
 
 def is_never_worse(goodput: Mapping[str, Repeats]) -> bool:
-    """Whether the controller reaches the better of the other two, each within its noise."""
+    """True if the controller reaches the better of the other two, each within its noise."""
     best = max((goodput[NEVER], goodput[ALWAYS]), key=lambda found: found.mean)
     auto = goodput[AUTO]
     return auto.mean + auto.noise >= best.mean - best.noise
 
 
 class Sweep:
-    """Runs the points of a grid on one client a mode."""
+    """Runs the points of a grid with one client per mode."""
 
     def __init__(self, clients: Mapping[str, AsyncClient], grid: Grid, seed: int) -> None:
         self._clients = clients
@@ -86,7 +83,7 @@ class Sweep:
         self._random = random.Random(seed)
 
     async def warm_up(self) -> None:
-        """Every mode answers every length, so that each router has measured its costs."""
+        """Runs every length in every mode, so that each router has measured its costs."""
         for client in self._clients.values():
             for length in self._grid.lengths:
                 await self._at_once(client, length, 2)
@@ -102,7 +99,7 @@ class Sweep:
         return Calibration(CALIBRATION_REQUESTS / taken, Objective(ttft, itl))
 
     async def point(self, length: int, rate: float, objective: Objective) -> dict[str, Repeats]:
-        """Goodput by mode, when `rate` prompts of this length come in a second."""
+        """Goodput by mode, for `rate` prompts of this length per second."""
         found: dict[str, list[float]] = {mode: [] for mode in self._clients}
         for _ in range(self._grid.repeats):
             arrivals = self._arrivals(rate)
@@ -131,7 +128,7 @@ class Sweep:
 async def print_sweep(
     clients: Mapping[str, AsyncClient], grid: Grid, seed: int, objective: Objective | None
 ) -> None:
-    """A line a point; at the end, at how many the controller was never worse."""
+    """Prints one line per point, and finally at how many the controller was never worse."""
     sweep = Sweep(clients, grid, seed)
     await sweep.warm_up()
     print(f"goodput in requests/s: mean of {grid.repeats} ± half their range")

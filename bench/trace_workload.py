@@ -1,10 +1,10 @@
-"""Cuts a slice of a trace and makes tokens that share prefixes as it says.
+"""Cuts a slice of a trace and makes prompts that share prefixes as in the trace.
 
-A trace names the blocks of 512 tokens that a prompt is made of; equal ids mean equal blocks
-after equal beginnings. Here each id becomes the first tokens of a random sequence that the
-id alone decides, so two prompts have exactly the beginnings in common that the trace says,
-at any scale. What a request of the trace answered is part of the next turn's blocks, and
-not what the model answers here: only prompts share.
+A trace has ids of the blocks of 512 tokens that make up a prompt; equal ids mean equal blocks
+after equal beginnings. Here an id seeds a random sequence, of which the first tokens stand for
+the block, so two prompts share exactly the prefixes that they share in the trace, at any scale.
+The next turn's blocks contain the answer of the trace, not the answer that the model gives
+here: only prompts share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.core.page_keys import page_keys
 from baton.planner.trace import BLOCK, TraceRequest, common_blocks
 
 VOCABULARY = 30_000
-"""Token ids are drawn below this. Models of language have more."""
+"""Token ids are drawn below this; language models have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Synthesis:
         return sum(self._block_lengths(request))
 
     def requests(self, chosen: Sequence[TraceRequest]) -> list[TimedRequest]:
-        """`chosen`, with the first of them at second 0."""
+        """Requests to send for `chosen`, of which the first starts at second 0."""
         return [
             TimedRequest(
                 (request.seconds - chosen[0].seconds) / self.speed,
@@ -73,7 +73,7 @@ class Synthesis:
 
     def _block_lengths(self, request: TraceRequest) -> list[int]:
         whole, rest = divmod(request.prompt_tokens, BLOCK)
-        # A rest is never scaled to nothing: its block is part of the prompt.
+        # A partial block is rounded up, so that it stays part of the prompt.
         return [self.block_tokens] * whole + ([-(-rest * self.block_tokens // BLOCK)] * (rest > 0))
 
     def _block(self, block: int, length: int) -> list[int]:
@@ -81,14 +81,14 @@ class Synthesis:
 
 
 def with_loads(requests: Sequence[TimedRequest], loads: Sequence[float]) -> list[TimedRequest]:
-    """The same requests, with the density multiplied for equal parts of the time."""
+    """Multiplies the arrival rate by each of `loads`, for equal parts of the time."""
     part = requests[-1].seconds / sum(loads)
-    # When each part begins: as they come, and as they are to be sent.
-    comes = [part * sum(loads[:index]) for index in range(len(loads))]
+    # When each part begins in the given times; in the new ones it is part * index.
+    begins = [part * sum(loads[:index]) for index in range(len(loads))]
     found = []
     for request in requests:
-        index = bisect.bisect_right(comes, request.seconds) - 1
-        sent = part * index + (request.seconds - comes[index]) / loads[index]
+        index = bisect.bisect_right(begins, request.seconds) - 1
+        sent = part * index + (request.seconds - begins[index]) / loads[index]
         found.append(dataclasses.replace(request, seconds=sent))
     return found
 
@@ -108,10 +108,11 @@ def _draw(source: random.Random, length: int) -> list[int]:
 
 
 def sessions(trace: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
-    """The trace in parts that share nothing but what all of it shares (a system prompt).
+    """Splits the trace into parts that share nothing but the blocks common to all of it (a system
+    prompt).
 
-    An id stands for a whole beginning, so two requests share more than the common blocks
-    exactly when the next block of both is the same.
+    An id stands for a whole prefix, so two requests share more than the common blocks exactly if
+    their next blocks are the same.
     """
     common = common_blocks(trace)
     parts: dict[tuple[int, ...], list[TraceRequest]] = {}
@@ -129,8 +130,8 @@ def slice_of_sessions(
 ) -> list[TraceRequest]:
     """`count` requests, or a few less: whole sessions, drawn at random, each at its own time.
 
-    This is what a cluster sees that gets a share of the traffic and keeps its users: the
-    hit rate of the slice is that of the whole trace, and the time between two turns stays.
+    A cluster that gets a share of the traffic and keeps its users sees the same: the slice has
+    the hit rate of the whole trace, and the time between two turns is kept.
     """
     drawn = list(parts)
     random.Random(seed).shuffle(drawn)
@@ -142,19 +143,19 @@ def slice_of_sessions(
 
 
 def slice_of_time(trace: Sequence[TraceRequest], count: int, seed: int) -> list[TraceRequest]:
-    """`count` requests in a row, from a random one on.
+    """`count` successive requests, from a random one on.
 
-    The arrivals are as dense as in the trace, but most turns lose the turns before them.
+    The arrivals are as dense as in the trace, but most earlier turns are missing.
     """
     start = random.Random(seed).randrange(max(1, len(trace) - count + 1))
     return list(trace[start : start + count])
 
 
 def infinite_cache_hits(prompts: Iterable[Sequence[int]], page_size: int) -> int:
-    """Prompt tokens that one endless cache would hold when each prompt comes.
+    """Prompt tokens that one infinite cache would hold when each prompt arrives.
 
-    It keeps whole pages, has each prompt's at once, and of each prompt computes at least the
-    last token, since the answer starts from there.
+    It keeps whole pages, stores each prompt's pages at once, and always computes a prompt's last
+    token, from which the answer starts.
     """
     held: set[bytes] = set()
     hits = 0

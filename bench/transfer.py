@@ -1,9 +1,9 @@
 """The cost of moving pages: `python -m bench.transfer`.
 
 Writes a pool of 64 MiB from this process into another one over NIXL, on CPU
-memory, and compares the rate with a copy within one process. Also: what a
-descriptor costs, how fast a note arrives, how long a write holds up other Python
-threads, and what the transfer thread costs while it waits.
+memory, and compares the rate with a copy within one process. Also prints the cost of
+a descriptor, the latency of a note, how long a write blocks other Python threads, and
+the CPU time of the transfer thread while it waits.
 
 With --cuda: between two processes on a GPU; see bench/transfer_cuda.py. With
 --split: between pools that split their heads; see bench/transfer_split.py.
@@ -93,7 +93,7 @@ def _bench_thread() -> None:
 
 class _Pool:
     def __init__(self, page_bytes: int) -> None:
-        # numpy asks for huge pages, without which NIXL reaches two thirds of its rate.
+        # numpy requests huge pages; without them NIXL reaches two thirds of its rate.
         self.buffer = numpy.ones(POOL_BYTES, dtype=numpy.uint8)
         self.base = self.buffer.ctypes.data
         self.memory = PoolMemory(self.base, page_bytes, POOL_BYTES // page_bytes, "cpu")
@@ -134,7 +134,7 @@ def _pair(page_bytes: int) -> Iterator[tuple[_Source, str]]:
 
 
 def _echo(pipe: Connection, page_bytes: int) -> None:
-    """The other process: serves a pool and sends every note back. Polls as often as the product."""
+    """The other process: serves a pool and returns every note. Polls as often as a worker."""
     source = _Source(page_bytes)
     peer = source.transport.connect(PoolAddress.FromString(pipe.recv_bytes()))
     pipe.send_bytes(source.address.SerializeToString())

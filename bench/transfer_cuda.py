@@ -1,9 +1,9 @@
 """The cost of moving pages between two processes on a GPU: `python -m bench.transfer --cuda`.
 
 A push is 8,192 tokens of a model with Llama-3.1-8B's shape: 1 GiB, as 512 pages
-of 2 MiB in a random order at both ends. Beside it stands a plain copy of as many
-bytes within one process, which is the least that any push can take, and what
-`page_digests: on` adds at either end: the digests of as many pages.
+of 2 MiB in a random order at both ends. For comparison: a plain copy of as many
+bytes within one process, the lower bound of any push; and the digests of as many
+pages, which `page_digests: on` adds at each end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(transport: str, title: str, make_transport: MakeTransport) -> None:
-    """Prints a row, or why there is none: one transport that fails must not hide the others."""
+    """Prints a row, or an error: a transport that fails must not hide the others."""
     try:
         measured = measure(
             make_transport, "cuda", page_bytes=PAGE_BYTES, pages=PAGES, pushes=PUSHES

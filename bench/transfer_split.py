@@ -1,8 +1,8 @@
 """The cost of moving pages between pools that split their heads: `bench.transfer --split`.
 
-Pages as those of Llama 8B: 8 heads of 128 numbers of 2 bytes, 16 tokens, 32 layers. One
-process of a worker writes to one of another's over NIXL, on CPU memory: what they have in
-common of 64 pages. And what it would cost to gather such parts first, by a copy.
+Pages have the shape of Llama 8B's: 8 heads of 128 numbers of 2 bytes, 16 tokens, 32 layers.
+One process writes its common part of 64 pages to another over NIXL, on CPU memory. For
+comparison: the cost of gathering such parts by a copy first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CASES = {
     "2 to 1, half a page": (4, 8, PagePart(ROWS, 4 * HEAD_BYTES, 0, 4 * HEAD_BYTES)),
     "1 to 4, a quarter": (8, 2, PagePart(ROWS, 2 * HEAD_BYTES, 2 * HEAD_BYTES, 0)),
 }
-"""Heads at the sender and at the receiver, and what is copied."""
+"""Heads at the sender and at the receiver, and the part that is copied."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def _bench(name: str, ours: int, theirs: int, part: PagePart | None) -> None:
         transport.register(pool.memory, LAYOUT)
         peer = transport.connect(address, part)
         pages = list(range(PAGES))
-        spread = [page * 5 % PAGES for page in pages]  # so that no two are neighbours at both ends
+        spread = [page * 5 % PAGES for page in pages]  # no two are neighbours at both ends
 
         def write() -> None:
             number = transport.write(PageWrite(peer, pages, spread))
@@ -92,7 +92,7 @@ class _Pool:
 
 @contextmanager
 def _other_process(heads: int) -> Iterator[PoolAddress]:
-    """Serves a pool in another process, which polls as often as the product."""
+    """Serves a pool in another process, which polls as often as a worker."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, heads), daemon=True)

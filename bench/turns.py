@@ -1,11 +1,10 @@
-"""Chats of several turns: what prefill saves by fetching pages from decode.
+"""Chats of several turns: the gain of fetching pages from decode.
 
     python -m bench.turns [--model MODEL] [--chats N] [--turns N] [--prompt N] [--answer N]
 
-One prefill worker reads every turn, whose history one decode worker has written. The same
-chats are asked twice, of fresh workers each time: with `router.fetch_pages` never and auto. It
-prints the time to first token and the tokens that were fetched, turn by turn, and says whether
-the answers are the same.
+One prefill worker computes every turn; one decode worker has generated the history. The same
+chats run twice, on fresh workers each: with `router.fetch_pages` never and auto. Prints the time
+to first token and the fetched tokens by turn, and whether the answers are the same.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from bench.trace_cluster import Shape, router, workers
 from bench.trace_workload import FreshPrompts
 
 WORDS_PER_TURN = 24
-WARM_UP = (200, 40, 120)  # prompts
+WARM_UP = (200, 40, 120)  # lengths of prompts
 SETTLE_SECONDS = 0.2
-"""For what is cached to become known to the router, as while somebody types."""
+"""Time for the router to learn what is cached, as while a user types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=160, help="tokens of the first turn")
     parser.add_argument("--answer", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--threads", type=int, default=1, help="of each worker")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each worker")
     parser.add_argument("--kv-memory", default="256MiB")
     return parser.parse_args()
 

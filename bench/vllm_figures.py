@@ -1,4 +1,4 @@
-"""vLLM 0.26.0 on an H200, by shape of bench/configs: ms, ms a step, tokens a second."""
+"""vLLM 0.26.0 on an H200, by shape of bench/configs: TTFT and steps in ms, batches in tokens/s."""
 
 from __future__ import annotations
 
