@@ -139,7 +139,7 @@ def _cells(summary: Summary, infinite_rate: float) -> dict[str, str]:
         "hit rate (not computed)": f"{summary.hit_rate:.1%}",
         "  of one infinite cache's": f"{_share(summary.hit_rate, infinite_rate):.1%}",
         "hit rate on decode (not moved)": decode_rate,
-        "prompts read by decode": f"{_share(summary.local, summary.requests):.1%}",
+        "prompts computed by decode": f"{_share(summary.local, summary.requests):.1%}",
         **_spread_cells("TTFT", summary.ttft),
         **_spread_cells("ITL", summary.itl),
         "within the objective": f"{_share(summary.good, summary.requests):.1%}",
