@@ -1,4 +1,4 @@
-"""API keys: who calls, and with which limits.
+"""API keys: identify callers and limit what they use.
 
 The key file is checked for changes, so that an added or removed key takes effect within about a
 second, without a restart.
@@ -35,7 +35,7 @@ _SCHEME = "bearer "
 
 @dataclass(slots=True)
 class Caller:
-    """A key and its use in this router."""
+    """A key and its current use in this router."""
 
     key: ApiKey
     active: int = 0  # answers in progress
@@ -47,12 +47,12 @@ class Caller:
         return self.key.admin
 
     def priority(self, requested: int) -> int:
-        """The requested priority, but never before the key's own."""
+        """The requested priority, or the key's own if that comes later."""
         return max(requested, self.key.priority)
 
     def check_model(self, model: str) -> None:
-        """Raises PermissionDenied for a name that the key may not use, whether it is served or not:
-        a key learns nothing about others' adapters."""
+        """Raises PermissionDenied for a model that the key may not use. An unserved name gets the
+        same error, so that a key learns nothing about others' adapters."""
         if not self.key.may_use(model):
             allowed = ", ".join(map(repr, self.key.models))
             raise PermissionDenied(
@@ -60,8 +60,8 @@ class Caller:
             )
 
     def semantic_similarity(self, requested: float | None, header: str) -> float | None:
-        """The least similarity at which a cached answer to another question may be used: the
-        highest that the request, its header and the key state; None if none of them does."""
+        """The minimum similarity for reusing the answer to another question: the highest of the
+        request's, the header's and the key's. None if none is set."""
         given = [each for each in (requested, self.key.semantic_similarity) if each is not None]
         if header:
             given.append(_parse_similarity(header))
@@ -170,7 +170,7 @@ class KeyRing:
             log.error("cannot reload the API keys, keeping the old ones: %s", error)
 
     def _load(self, path: Path) -> None:
-        """Keeps the counters of keys that stay."""
+        """Reloads the keys. A caller whose key's name stays keeps its counters."""
         before = {item.key.name: item for item in self._callers}
         keys = read_keys(path)
         self._modified = path.stat().st_mtime

@@ -1,8 +1,8 @@
 """Buffers an answer for a client that reads at its own pace.
 
-What the client accepts is written at once, by the code that emits it. The rest is merged into one
-delta an answer. Past the limit the client counts as gone: its answers end with SlowReader, and
-nothing else waits for it.
+While the client keeps up, the code that emits an event writes it at once. Otherwise events are
+merged into one delta per answer. Past the limit the client counts as gone: its answers end with
+SlowReader, and nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ClientBuffer:
 
     @property
     def _drained(self) -> bool:
-        """Whether the consumer has written everything and waits for more."""
+        """True if the consumer has written everything and waits for more."""
         return self._waiter is not None and not self._waiter.done()
 
     def put(self, event: AnswerEvent) -> None:
-        """Raises SlowReader when more tokens than the limit would wait."""
+        """Raises SlowReader if more tokens than the limit would be buffered."""
         if self._drained and self.write_now(event):
             return
         if isinstance(event, AnswerDelta) and not event.replayed:
@@ -56,7 +56,7 @@ class ClientBuffer:
         self._events.append(delta)
 
     def close(self, error: Exception | None = None) -> None:
-        """Ends the iteration after the buffered events, with `error` if given. The first call
+        """Ends the iteration after the buffered events, with `error` if given. Only the first call
         counts."""
         if not self._closed:
             self._closed, self._error = True, error

@@ -1,4 +1,4 @@
-"""What calls need of the router, and what they have in common, over gRPC and HTTP."""
+"""The parts of the router that both edges use, and the steps that gRPC and HTTP calls share."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def complete_call(
     arrived: float,
     deadline: float = math.inf,
 ) -> ParsedCall:
-    """Adds to parsed requests what the caller's key and the call's headers say; `header` returns
-    an absent one as an empty string."""
+    """Applies the caller's key and the call's headers to parsed requests. `header` returns an empty
+    string for an absent header."""
     first, caching = requests[0], Caching.parse(header("cache-control"))
     similarity = caller.semantic_similarity(first.semantic_similarity, header(SIMILARITY_HEADER))
     requests = [
@@ -84,26 +84,26 @@ class EdgeContext:
         return self.models.find(name, caller.key.may_use, encoder=encoder)
 
     def find_generating(self, name: str, caller: Caller) -> ServedModel:
-        """The same without the embedding model."""
+        """Like `find`, without the embedding model."""
         return self.find(name, caller, encoder=False)
 
     def model_names(self, caller: Caller) -> list[str]:
-        """Those that the caller may use."""
+        """Names of all models that the caller may use."""
         return [name for name in self.models.names() if caller.key.may_use(name)]
 
     @property
     def can_place(self) -> bool:
-        """Whether requests to some model can be placed."""
+        """True if requests to at least one model can be placed."""
         return any(model.serving.placer.can_place for model in self.models)
 
     @contextlib.contextmanager
     def admit(self, call: ParsedCall) -> Iterator[None]:
-        """While the call is answered: counts its answers toward the key's limits, and keeps its
-        ledger. Raises when a limit is exceeded."""
+        """Counts the call's answers toward the key's limits and keeps its ledger while the call is
+        answered. Raises if a limit is exceeded."""
         with call.caller.admit(len(call.ledger.answers)), self.activity.ledgers.keep(call.ledger):
             yield
 
     def end_calls(self) -> None:
         """Ends every HTTP call in progress with an error."""
         for buffer in self.buffers:
-            buffer.close(Unavailable("this router stops"))
+            buffer.close(Unavailable("this router is stopping"))

@@ -352,7 +352,7 @@ async def test_a_call_in_progress_fails_when_the_router_stops(body: dict[str, ob
             url = f"http://{address}/v1/chat/completions"
             call = asyncio.create_task(client.post(url, json=body))
             await until(lambda: running(serving))
-        assert "this router stops" in (await call).text
+        assert "this router is stopping" in (await call).text
     assert not serving.active
 
 

@@ -23,7 +23,7 @@ from baton.v1 import open_inference_pb2_grpc as service
 NAME = "baton"
 VERSION = "1"
 STREAM_REQUESTS = 128
-"""Requests of one stream that run at once; the next is read when one has ended."""
+"""Requests of one stream that run at once. The next one is read when one has ended."""
 
 Write = Callable[[oip.ModelInferResponse], Awaitable[None]]
 
@@ -86,7 +86,8 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # type: ignore[override]
         self, messages: AsyncIterator[oip.ModelInferRequest], context: Context
     ) -> None:
-        """Requests run side by side. An error ends its own request, as the protocol has it."""
+        """Runs the stream's requests concurrently. An error ends only its own request, as the
+        protocol specifies."""
         writing, running = asyncio.Lock(), asyncio.Semaphore(STREAM_REQUESTS)
 
         async def write(response: oip.ModelInferResponse, error: str = "") -> None:
@@ -138,7 +139,7 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
 
 
 class ResponseRenderer:
-    """A call's responses: one for every event of a stream, else one for all answers."""
+    """Renders a call's responses: one per event of a stream, else one for all answers."""
 
     def __init__(self, call: InferCall, model: str, identity: str, answers: int) -> None:
         self._call, self._model, self._id = call, model, identity
@@ -159,7 +160,7 @@ class ResponseRenderer:
             self._left -= 1
 
     def next(self) -> oip.ModelInferResponse | None:
-        """The next response, if there is one now."""
+        """The next response, or None if it needs more events."""
         if self._left and not self._call.stream:
             return None
         response = oip.ModelInferResponse(

@@ -1,8 +1,8 @@
 """Tensors of the Open Inference Protocol: a ModelInferRequest becomes a GenerateRequest.
 
-Inputs have the names that Triton's backends for language models give them. How to sample is in the
-input `sampling_parameters`, a JSON object as vLLM names its fields; in inputs of one number each,
-as for TensorRT-LLM; or in the request's parameters.
+Inputs have the names that Triton's backends for language models give them. Sampling parameters come
+from the input `sampling_parameters` (a JSON object with vLLM's field names), from inputs of one
+number each (as for TensorRT-LLM), or from the request's parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.v1 import open_inference_pb2 as oip
 
 Scalar = str | bool | int | float
 
-# By datatype: the field of its elements, and their form among raw bytes.
+# Datatype: (field of its elements, struct format of a raw element).
 _NUMBERS = {
     "BOOL": ("bool_contents", "<?"),
     "INT32": ("int_contents", "<i"),
@@ -39,9 +39,9 @@ _OTHERS = {
     *("json_schema", "regex", "grammar"),
 }
 _RENAMED = {"random_seed": "seed", "stop_words": "stop"}
-# Of the protocol itself, and not of sampling.
+# Prefixes of the protocol's own parameters, which are ignored.
 _PROTOCOL = ("triton_", "sequence_", "binary_data_output", "timeout")
-# Inputs that say which outputs are wanted, and those that are served.
+# Inputs that request an output, and the output.
 _WANTED = {
     "return_finish_reason": "finish_reason",
     "return_num_input_tokens": "num_input_tokens",
@@ -65,13 +65,13 @@ OUTPUTS = {
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A ModelInferRequest that was parsed."""
+    """A parsed ModelInferRequest."""
 
     message: pb.GenerateRequest
     stream: bool
-    prefix: str  # of a whole answer: the prompt, unless it is excluded
+    prefix: str  # of an answer that is not streamed: the prompt, unless excluded
     outputs: frozenset[str]
-    raw: bool  # whether elements come and go as raw bytes
+    raw: bool  # inputs and outputs are raw bytes
 
     @classmethod
     def parse(cls, request: oip.ModelInferRequest) -> InferCall:
@@ -122,7 +122,7 @@ def _inputs(request: oip.ModelInferRequest) -> dict[str, Scalar]:
 
 
 def _element(tensor: oip.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Scalar:
-    """The only one. Raises ValueError or struct.error."""
+    """Returns the tensor's single element. Raises ValueError or struct.error."""
     if tensor.datatype == "BYTES":
         if raw is None:
             (content,) = tensor.contents.bytes_contents
@@ -158,7 +158,7 @@ def _sampling(request: oip.ModelInferRequest, inputs: dict[str, Scalar]) -> dict
 
 
 def _set(message: pb.GenerateRequest, name: str, value: object) -> None:
-    """Numbers may be texts, as Triton's own clients send them."""
+    """Accepts numbers as strings, which Triton's own clients send."""
     if name not in _SAMPLING and name not in _OTHERS:
         raise NotServed(f"{name} is not served", field=name)
     if name == "stop" and isinstance(value, str):

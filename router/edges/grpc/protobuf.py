@@ -34,7 +34,7 @@ from baton.v1 import inference_pb2 as pb
 def parse_request(
     message: pb.GenerateRequest, defaults: GenerationDefaults = NO_DEFAULTS
 ) -> Request:
-    """What the message leaves unset is as in `defaults`."""
+    """Unset fields take their values from `defaults`."""
     _check_caller_fields(message)
     _check_size("prediction", message.prediction, bounds.MAX_PREDICTION, "characters")
     if message.HasField("max_tokens") and message.max_tokens < 1:
@@ -128,7 +128,7 @@ def _parse_input(item: pb.EmbedInput) -> Prompt:
 
 def _check_caller_fields(message: pb.GenerateRequest | pb.EmbedRequest) -> None:
     _check_size("request_id", message.request_id, bounds.MAX_REQUEST_ID, "characters")
-    if message.request_id and not message.request_id.isprintable():  # it is in logs, a line each
+    if message.request_id and not message.request_id.isprintable():  # a newline would split logs
         raise InvalidRequest("request_id must have printable characters", field="request_id")
     _check_size("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT, "characters")
     if abs(message.priority) > bounds.MAX_PRIORITY:
@@ -226,7 +226,7 @@ def response(event: AnswerEvent, model: str) -> pb.GenerateResponse:
 
 
 def _delta_response(event: AnswerDelta) -> pb.GenerateResponse:
-    """Built for each token: setting fields one by one takes a third of the time."""
+    """Called for each token: setting fields one by one takes a third of a constructor's time."""
     response = pb.GenerateResponse()
     delta = response.delta
     delta.text = event.text

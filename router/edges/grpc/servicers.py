@@ -1,5 +1,5 @@
-"""The gRPC servicers, Inference for users and Admin for operators, and what runs before them: the
-API key is checked, the message decoded."""
+"""The gRPC servicers, Inference for users and Admin for operators, behind an interceptor that
+checks the API key and decodes the message."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_p
 from baton.v1 import inference_pb2 as pb
 
 _ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-# Need any key: they change nothing and show nothing of other callers.
+# Allowed with any key: they change nothing and show nothing of other callers.
 _READ_ONLY = {
     f"/{_ADMIN}/{name}" for name in ("Status", "Pools", "Plan", "Timing", "Diagnose", "Trends")
 }
 _PACKAGES = (f"/{pb.DESCRIPTOR.package}.", "/inference.")
-# Health and reflection, of other packages, need no key, and neither do these.
+# Need no key, like health and reflection, which are in other packages.
 _OPEN = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady")}
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def prepare(
     context: Context,
     arrived: float,
 ) -> ParsedCall:
-    """Parses a message of a call that came at `arrived`."""
+    """Parses the message of a call that arrived at `arrived`."""
     caller = caller_of(edge.keys, context)
     model = edge.find(message.model, caller)
     if isinstance(message, pb.EmbedRequest):
@@ -281,8 +281,8 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Around the methods of our own services: checks the API key and decodes the message, since
-    gRPC's own error would name our classes."""
+    """Checks the API key and decodes the message for our own services. gRPC's own decoding error
+    would name our classes."""
 
     def __init__(self, keys: KeyRing) -> None:
         self._keys = keys
@@ -334,14 +334,14 @@ async def _decoded(content: bytes, decode: Callable[[bytes], Any], context: Cont
     try:
         return decode(content)
     except DecodeError:
-        damaged = "the message cannot be decoded: it is damaged or no request"
+        damaged = "the message cannot be decoded: it is damaged or of another type"
         await context.abort_with_status(to_status(InvalidRequest(damaged)))
 
 
 GRPC_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Ends connections that are silent, and finds peers that are gone.
+    # Closes idle connections and detects dead peers.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 600_000),
     ("grpc.keepalive_time_ms", 60_000),
@@ -349,12 +349,12 @@ GRPC_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 20_000),
     # Clients ping while they wait for a token.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Without this a second router on the same port would share its calls.
+    # Without this a second router could listen on the same port and take some of the calls.
     ("grpc.so_reuseport", 0),
 ]
 
 
 def make_server(keys: KeyRing, max_requests: int) -> grpc.aio.Server:
-    # More streams than may run: one call too many is refused, instead of waiting in its client.
+    # More streams than may run, so that an excess call is refused instead of queued in its client.
     streams = ("grpc.max_concurrent_streams", 2 * max_requests + 100)
     return grpc.aio.server(options=[*GRPC_OPTIONS, streams], interceptors=[CallInterceptor(keys)])

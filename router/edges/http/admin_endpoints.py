@@ -1,6 +1,6 @@
-"""Admins add and remove models and adapters while the cluster runs.
+"""Endpoints that let admins add and remove models and adapters while the cluster runs.
 
-Paths of models are llama.cpp's, bodies of adapters vLLM's. `GET /v1/models` lists both, and
+Model paths are llama.cpp's, adapter bodies are vLLM's. `GET /v1/models` lists both, and
 `GET /v1/cluster` says which models are ready.
 """
 
@@ -22,10 +22,10 @@ from baton.v1 import cluster_pb2 as pb
 
 
 class LoadModelRequest(RequestModel):
-    model: ShortText = about("What requests give as their model.", ...)
+    model: ShortText = about("The name that requests use.", ...)
     path: ShortText = about("A folder, a GGUF file, or a hub's model.", ...)
     config: dict[str, Any] = about(
-        'Keys of its own, such as {"decode": {"workers": 2}}; others are shared.', {}
+        'Configuration of this model alone, such as {"decode": {"workers": 2}}.', {}
     )
 
 
@@ -34,11 +34,11 @@ class UnloadModelRequest(RequestModel):
 
 
 class LoadAdapterRequest(RequestModel):
-    lora_name: ShortText = about("What requests give as their model.", ...)
+    lora_name: ShortText = about("The name that requests use.", ...)
     lora_path: ShortText = about(
-        "A folder of PEFT or a hub's repository, as the configuration allows.", ...
+        "A PEFT folder or a hub's repository that the configuration allows.", ...
     )
-    base_model_name: ShortText = about("Its model; needed where several are served.", "")
+    base_model_name: ShortText = about("Its model; required if several are served.", "")
 
 
 class UnloadAdapterRequest(RequestModel):

@@ -1,6 +1,6 @@
-"""Renders the events of a call's answers: as one object, or as server-sent events.
+"""Renders the events of a call's answers as one object or as server-sent events.
 
-What APIs have in common. Each has a subclass with its JSON, and nothing else that knows it.
+This is the base for all APIs. Each API has a subclass, the only code that knows its JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Body = TypeVar("Body", bound=PromptRequest)
 
 
 class AnswerRenderer(Generic[Body]):
-    """Of one call."""
+    """Renders the answers of one call."""
 
     body_model: type[Body]
     prompt_field: ClassVar[str]
@@ -39,7 +39,7 @@ class AnswerRenderer(Generic[Body]):
         self.answers = sum(request.n for request in requests)
         # Over all answers; each prompt counts once.
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
-        self.accepted_tokens = self.rejected_tokens = 0  # of those that were guessed
+        self.accepted_tokens = self.rejected_tokens = 0  # of the guessed ones
         self._replayed: list[timing_pb2.ResponseCache] = []
         self._body = body
         self._n = requests[0].n
@@ -48,7 +48,7 @@ class AnswerRenderer(Generic[Body]):
         """Called before the first event."""
 
     def began(self, events: ClientBuffer) -> None:
-        """Gets the call's buffer; closing it ends the answers early."""
+        """Receives the call's buffer; closing it ends the answers early."""
 
     def collect(self, event: AnswerEvent) -> None:
         """Adds an event to `whole`."""
@@ -58,7 +58,7 @@ class AnswerRenderer(Generic[Body]):
         raise NotImplementedError
 
     def chunk(self, event: AnswerEvent) -> bytes:
-        """What an event adds to a stream; may be empty."""
+        """The bytes that an event adds to a stream; may be empty."""
         raise NotImplementedError
 
     def ending(self) -> bytes:
@@ -66,7 +66,7 @@ class AnswerRenderer(Generic[Body]):
         raise NotImplementedError
 
     def failure(self, body: bytes) -> bytes:
-        """The last bytes of a stream that an error ends, whose body is given."""
+        """The last bytes of a stream that ends with an error; `body` is the error's."""
         return b"event: error\ndata: " + body + b"\n\n"
 
     def _count(self, event: AnswerEvent) -> None:
@@ -83,7 +83,7 @@ class AnswerRenderer(Generic[Body]):
 
     @property
     def response_cache(self) -> ResponseCacheUsage | None:
-        """The oldest, where all answers came from the response cache."""
+        """The greatest age and lowest similarity, if all answers came from the response cache."""
         if len(self._replayed) < self.answers:
             return None
         age = round(max(each.age_seconds for each in self._replayed), 3)

@@ -1,4 +1,4 @@
-"""The types of what endpoints return, but for messages and responses, which have their own."""
+"""JSON types that endpoints return, except those of messages and responses."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class PredictedTokens(TypedDict):
 
 
 class ResponseCacheUsage(TypedDict):
-    """Of answers that came from the response cache."""
+    """Describes answers from the response cache."""
 
     kind: str
     age_seconds: float
-    similarity: NotRequired[float]  # of two questions, where they are not the same
+    similarity: NotRequired[float]  # of the two questions, if they differ
     verified: NotRequired[bool]  # the served model confirmed that they ask the same
 
 
@@ -231,7 +231,7 @@ class DetokenizeAnswer(TypedDict):
 
 
 class TargetGroup(TypedDict):
-    """Of Prometheus's service discovery over HTTP."""
+    """An entry of Prometheus's service discovery over HTTP."""
 
     targets: list[str]
     labels: dict[str, str]

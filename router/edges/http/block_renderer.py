@@ -1,6 +1,6 @@
-"""Renders an answer as a row of blocks: reasoning, text, one for each tool call.
+"""Renders an answer as a sequence of blocks: reasoning, text, and one for each tool call.
 
-So do the APIs of messages and of responses, which differ in the JSON of a block's events:
+The messages and responses APIs share this and differ in the JSON of a block's events:
 
     delta ─▶ parts ─▶ blocks ─▶ opened, added to, closed
 """
@@ -30,7 +30,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """Of a call: its arguments."""
+        """The text so far; of a tool call, its arguments."""
         return "".join(self.pieces)
 
 
@@ -67,7 +67,7 @@ class BlockRenderer(AnswerRenderer[Body]):
         if isinstance(event, pb.Finished):
             self._finished = event
         elif isinstance(event, AnswerDelta):
-            for _ in self._placed(event):
+            for _ in self._add_to_blocks(event):
                 pass
 
     def chunk(self, event: AnswerEvent) -> bytes:
@@ -81,7 +81,7 @@ class BlockRenderer(AnswerRenderer[Body]):
 
     def _changes(self, delta: AnswerDelta) -> Iterator[bytes]:
         yield from self._beginning()
-        for block, text in self._placed(delta):
+        for block, text in self._add_to_blocks(delta):
             if len(block.pieces) == 1:
                 yield from self._closing(self._blocks[: block.index])
                 yield from self._open(block)
@@ -97,8 +97,8 @@ class BlockRenderer(AnswerRenderer[Body]):
         if blocks:
             yield from self._close(blocks[-1])
 
-    def _placed(self, delta: AnswerDelta) -> Iterator[tuple[Block, str]]:
-        """The parts of a delta, each added to its block. A fresh block has one piece."""
+    def _add_to_blocks(self, delta: AnswerDelta) -> Iterator[tuple[Block, str]]:
+        """Adds each part of a delta to its block and yields both. A new block has one piece."""
         if delta.reasoning and not delta.text:
             self.reasoning_tokens += len(delta.token_ids)
         for kind, call, text in _parts(delta):
@@ -120,5 +120,5 @@ def _parts(delta: AnswerDelta) -> Iterator[tuple[BlockKind, ToolCallDelta, str]]
 
 
 def server_event(name: str, content: dict[str, object]) -> bytes:
-    """One server-sent event, whose type is in its data too."""
+    """Encodes a server-sent event, with its type in the data too."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **content}))

@@ -1,4 +1,4 @@
-"""A call's body, within limits of size, time and number of values.
+"""Receives and decodes a call's body within limits of size, time and number of values.
 
 Decoding JSON blocks every other call, even in a thread, since it holds the interpreter: 6 MiB of
 text take 0.02 s, the same in small values half a second. So values are counted first.
@@ -25,7 +25,7 @@ from baton.router.edges.http.generation_request import MAX_NAME
 from baton.router.edges.http.request_model import shown
 
 MAX_DIGITS = 4096
-"""Python refuses longer ones, which would take long."""
+"""Longest integer. Python refuses longer ones, which are slow to parse."""
 
 MAX_DISCARDED = 64 * 2**20
 SHORT_BYTES = 64 * 2**10
@@ -36,8 +36,7 @@ Result = TypeVar("Result")
 
 @contextlib.asynccontextmanager
 async def receive_timeout(seconds: float) -> AsyncIterator[None]:
-    """Limits the time to receive a body: raises a 408 for a late one, and Cancelled for a client
-    that has gone."""
+    """Raises a 408 if the body is not received in time, and Cancelled if the client disconnects."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -54,9 +53,9 @@ async def parse_body(
     parse: Callable[[Json], Result],
     check_model: Callable[[str, Caller], object] | None = None,
 ) -> Result:
-    """Applies `parse` to a body, after `check_model` to the model that it names. A long body is
-    decoded in a thread, so that other calls run."""
-    # A web page could send any other type here without its browser asking first.
+    """Decodes a body, applies `check_model` to the model it names, then `parse` to all of it. A
+    long body is decoded in a thread, so that other calls run."""
+    # Any web page can send the simple content types, for which browsers make no CORS preflight.
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, "the header Content-Type must be application/json")
@@ -88,9 +87,9 @@ async def _receive(http: HttpRequest) -> bytes:
 async def body_chunks(
     http: HttpRequest, most: int, what: str, margin: int = 0
 ) -> AsyncGenerator[bytes, None]:
-    """A body's chunks, up to `most` bytes and a `margin` for what surrounds a file. The rest of a
-    larger body is received and dropped, within limits: most clients send all of it before they
-    read, and lose the answer if the connection is closed meanwhile."""
+    """Yields a body's chunks, up to `most` bytes plus a `margin` for the form around a file. The
+    rest of a larger body is received and dropped, within limits: most clients send all of it before
+    they read, and would lose the error if the connection were closed meanwhile."""
     refused = HTTPException(413, f"{what} must have at most {most} bytes", {"connection": "close"})
     limit, announced, received = most + margin, _announced(http), 0
     if announced > limit and "expect" in http.headers:  # the client asks before it sends
@@ -125,7 +124,7 @@ def _decode(content: bytes) -> Json:
 
 
 def _decode_slowly(content: bytes) -> object:
-    """Accepts deeper nesting, and lone surrogates, whose field the model names."""
+    """Accepts deeper nesting, and lone surrogates, which the request model refuses by field."""
     try:
         return json.loads(
             content.decode(), parse_constant=_refuse_constant, parse_int=_parse_integer
@@ -146,6 +145,6 @@ def _parse_integer(digits: str) -> int:
 
 
 def _model_of(body: Json) -> str:
-    """For a check before the rest is parsed, which refuses a wrong name."""
+    """The body's model, for a check before parsing; empty if invalid, which parsing refuses."""
     name = body.get("model")
     return name if isinstance(name, str) and len(name) <= MAX_NAME else ""

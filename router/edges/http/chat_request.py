@@ -47,7 +47,7 @@ ToolText = Annotated[str, Field(max_length=MAX_TOOL_CHARACTERS)]
 
 @with_config(ConfigDict(strict=True))
 class TextPart(TypedDict):
-    """A dictionary, which is validated in a third of a model's time: there may be thousands."""
+    """A TypedDict, since there may be thousands and a model takes three times as long to check."""
 
     type: Literal["text"]
     text: PromptText
@@ -101,7 +101,7 @@ class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     tool_calls: Annotated[list[AssistantCall], Field(fail_fast=True)] | None = None
-    function_call: object = about("Not served: functions are called tools now.")
+    function_call: object = about("Not served; use tool_calls.")
     tool_call_id: ShortText | None = about("The call that a tool message answers.")
     name: ShortText | None = about("A tool's name; ignored elsewhere.")
     reasoning_content: PromptText | None = about("The assistant's reasoning.")
@@ -111,7 +111,7 @@ class ChatMessage(StrictModel):
         content = self.content
         if self.role == "function" or self.function_call:
             path = f"messages[{place}]"
-            raise NotServed(f"{path} is about functions, which are called tools now", field=path)
+            raise NotServed(f"{path} uses functions, which are not served: use tools", field=path)
         if content is None and not self.tool_calls:
             raise _invalid(place, "content", "must be a string, not null")
         if isinstance(content, list):
@@ -122,7 +122,7 @@ class ChatMessage(StrictModel):
                 )
         tool = self.role == "tool"
         if tool and not self.tool_call_id:
-            raise _invalid(place, "tool_call_id", "is missing: which call is answered?")
+            raise _invalid(place, "tool_call_id", "is missing")
         return Message(
             TEMPLATE_ROLES.get(self.role, self.role),
             content or "",
@@ -139,17 +139,17 @@ def _invalid(place: int, field: str, message: str) -> InvalidRequest:
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Names that templates get anyway.
-_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
+# Variables that every template gets.
+_RESERVED_KWARGS = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
-def _free_names(kwargs: dict[str, object]) -> dict[str, object]:
-    if taken := _TEMPLATE_NAMES & kwargs.keys():
+def _check_reserved(kwargs: dict[str, object]) -> dict[str, object]:
+    if taken := _RESERVED_KWARGS & kwargs.keys():
         raise invalid(f"must not set {min(taken)}")
     return kwargs
 
 
-TemplateKwargs = Annotated[dict[str, object], AfterValidator(_free_names)]
+TemplateKwargs = Annotated[dict[str, object], AfterValidator(_check_reserved)]
 
 
 class FunctionTool(StrictModel):
@@ -226,14 +226,14 @@ class ChatFields(RequestModel):
     )
 
     chat_template_kwargs: TemplateKwargs = about(
-        "What the model's chat template sees besides, such as enable_thinking.", {}
+        "Further variables of the model's chat template, such as enable_thinking.", {}
     )
     reasoning_effort: Effort | None = about(
-        "How long to think, where the chat template knows: reasoning_effort, and enable_thinking"
-        " (false for none)."
+        "How long to think, if the chat template supports it: sets its variables reasoning_effort"
+        " and enable_thinking (false for none)."
     )
-    add_generation_prompt: bool | None = about("Whether an answer begins after the messages.")
-    continue_final_message: bool = about("Continue the last message, instead.", False)
+    add_generation_prompt: bool | None = about("Begin an answer after the messages. Absent: true.")
+    continue_final_message: bool = about("Continue the last message instead.", False)
 
     def chat_prompt(self, messages: list[ChatMessage]) -> ChatPrompt:
         chat = ChatPrompt(
@@ -265,7 +265,7 @@ class ChatFields(RequestModel):
 
 
 def template_kwargs(effort: str | None, given: Mapping[str, object]) -> str:
-    """As JSON. Templates have different names for the switch of their reasoning."""
+    """Returns a template's variables as JSON. Templates name their reasoning switch differently."""
     if effort is None:
         return json.dumps(given) if given else "{}"
     thinks = effort != "none"
@@ -276,7 +276,7 @@ def template_kwargs(effort: str | None, given: Mapping[str, object]) -> str:
 def choose_tools(
     chat: ChatPrompt, tools: list[Tool], mode: str, allowed: Sequence[str] = ()
 ) -> ChatPrompt:
-    """The chat with its tools. With none the model sees none, since it may call none."""
+    """Adds tools to a chat. With mode `none` the model does not see them."""
     if mode == "none" or (mode == "auto" and not tools):
         return chat
     return with_tools(
@@ -292,8 +292,8 @@ def choose_tools(
 Messages = Annotated[
     list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=bounds.MAX_MESSAGES)
 ]
-_FUNCTIONS = "functions, which are called tools now"
-_TEMPLATES = "changes of the chat template"
+_FUNCTIONS = "functions; send tools"
+_TEMPLATES = "changes to the chat template"
 
 
 class ChatRequest(ChatFields, ChoicesRequest):
@@ -301,7 +301,7 @@ class ChatRequest(ChatFields, ChoicesRequest):
     logprobs: bool = about("Return each token's log probability.", False)
     top_logprobs: TopLogprobs | None = about("Alternatives returned with each; needs logprobs.")
     prediction: Prediction | None = about(
-        "The answer as you predict it. With speculation it comes faster as far as this is right."
+        "The predicted answer. With speculation, parts that match it are generated faster."
     )
 
     unserved: ClassVar[dict[str, Unserved]] = {
@@ -309,10 +309,10 @@ class ChatRequest(ChatFields, ChoicesRequest):
         "prompt_logprobs": Unserved("log probabilities of a chat's prompt"),
         "functions": Unserved(_FUNCTIONS, ([],)),
         "function_call": Unserved(_FUNCTIONS, ("none",)),
-        "modalities": Unserved("answers that are not text", (["text"],)),
-        "audio": Unserved("answers that are not text"),
-        "web_search_options": Unserved("searches"),
-        "verbosity": Unserved("a choice of how much to say", ("medium",)),
+        "modalities": Unserved("answers other than text", (["text"],)),
+        "audio": Unserved("answers other than text"),
+        "web_search_options": Unserved("web search"),
+        "verbosity": Unserved("control of verbosity", ("medium",)),
         "chat_template": Unserved(_TEMPLATES),
         "documents": Unserved(_TEMPLATES, ([],)),
     }
@@ -329,9 +329,9 @@ class ChatRequest(ChatFields, ChoicesRequest):
 class TokenizeRequest(ChatFields):
     model: ShortText = ""
     prompt: PromptText | None = None
-    messages: Messages | None = about("Instead of a prompt.")
+    messages: Messages | None = about("Set these or a prompt.")
 
-    add_special_tokens: bool = about("Give a text the model's special tokens.", True)
+    add_special_tokens: bool = about("Add the model's special tokens to a text.", True)
 
     def to_prompt(self) -> Prompt:
         if self.messages is not None:

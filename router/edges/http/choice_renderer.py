@@ -59,7 +59,7 @@ class ChoiceRenderer(AnswerRenderer[Body]):
 
     def __init__(self, body: Body, requests: Sequence[Request]) -> None:
         super().__init__(body, requests)
-        # By answer with a first chunk: what surrounds the text in its next ones.
+        # Answer index: the bytes around the text of its chunks after the first.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._deltas: defaultdict[int, list[AnswerDelta]] = defaultdict(list)
         self._finishes: dict[int, FinishName] = {}
@@ -73,7 +73,7 @@ class ChoiceRenderer(AnswerRenderer[Body]):
         self._chunk_head = b"data: " + encode(self._head)[:-1] + b',"choices":'
 
     def _choice(self, delta: AnswerDelta, finish: FinishName) -> ChatChoice | CompletionChoice:
-        """Of a whole answer."""
+        """Renders the choice of a whole answer."""
         raise NotImplementedError
 
     def _chunk_choice(
@@ -81,15 +81,14 @@ class ChoiceRenderer(AnswerRenderer[Body]):
     ) -> ChatChunkChoice | CompletionChoice:
         raise NotImplementedError
 
-    def _opened(self, delta: AnswerDelta) -> AnswerDelta:
-        """An answer's first delta, or all of it, with what precedes it."""
+    def _with_prefix(self, delta: AnswerDelta) -> AnswerDelta:
+        """Adds what precedes an answer to its first delta."""
         return delta
 
     def _token_ids(self, delta: AnswerDelta) -> ReturnedTokens:
         return {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
 
     def collect(self, event: AnswerEvent) -> None:
-        """Adds an event to `whole`."""
         self._count(event)
         if isinstance(event, AnswerDelta):
             self._deltas[event.index].append(event)
@@ -98,13 +97,14 @@ class ChoiceRenderer(AnswerRenderer[Body]):
 
     def whole(self) -> bytes:
         choices = [
-            self._choice(self._opened(merged(self._deltas[index], index)), self._finishes[index])
+            self._choice(
+                self._with_prefix(merged(self._deltas[index], index)), self._finishes[index]
+            )
             for index in range(self.answers)
         ]
         return encode({**self._head, "choices": choices, "usage": self._usage()})
 
     def chunk(self, event: AnswerEvent) -> bytes:
-        """What an event adds to a stream; may be empty."""
         if isinstance(event, AnswerDelta):
             return self._delta(event)
         self._count(event)
@@ -112,7 +112,7 @@ class ChoiceRenderer(AnswerRenderer[Body]):
             return b""
         first = event.index not in self._frames
         last = AnswerDelta("", [], event.index)
-        delta = self._opened(last) if first else last
+        delta = self._with_prefix(last) if first else last
         return self._event([self._chunk_choice(delta, FINISH[event.finish_reason], first=first)])
 
     def _delta(self, delta: AnswerDelta) -> bytes:
@@ -124,21 +124,20 @@ class ChoiceRenderer(AnswerRenderer[Body]):
             text = delta.text
             return before + encode_basestring(text).encode() + behind if text else b""
         if not frame:
-            delta = self._opened(delta)
+            delta = self._with_prefix(delta)
             if not (delta.text or scored or delta.reasoning or delta.tool_calls):
                 return b""
             self._frames[delta.index] = self._frame(delta.index)
         return self._event([self._chunk_choice(delta, None, first=not frame)])
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """What surrounds the text of a chunk with text alone, as most are: the same each time."""
+        """The constant bytes around the text of a chunk that has only text, as most have."""
         delta = AnswerDelta(_PLACEHOLDER, [], index)
         chunk = self._event([self._chunk_choice(delta, None, first=False)])
         before, _, behind = chunk.partition(encode_basestring(_PLACEHOLDER).encode())
         return before, behind
 
     def ending(self) -> bytes:
-        """The last bytes of a stream."""
         return self._event([], self._usage()) + DONE if self._body.include_usage else DONE
 
     def _usage(self) -> TokenUsage:
@@ -211,7 +210,7 @@ class CompletionRenderer(ChoiceRenderer[CompletionRequest]):
     prompt_field = "prompt"
     id_prefix = "cmpl-"
     answer_object = chunk_object = "text_completion"
-    echoes: Sequence[str] = ()  # the prompts' texts, where answers begin with them
+    echoes: Sequence[str] = ()  # the prompts' texts, if answers begin with them
 
     async def prepare(self, serving: Serving) -> None:
         if self._body.echo:
@@ -220,13 +219,13 @@ class CompletionRenderer(ChoiceRenderer[CompletionRequest]):
                 for each in self._body.prompt
             ]
 
-    def _opened(self, delta: AnswerDelta) -> AnswerDelta:
+    def _with_prefix(self, delta: AnswerDelta) -> AnswerDelta:
         if not self.echoes:
             return delta
         echo = self.echoes[delta.index // self._body.n]
         scores = delta.prompt_logprobs if self._body.logprobs is not None else ()
-        # The prompt's tokens end where its text does, whatever precedes it: below 0 where its
-        # first token is no part of it.
+        # The prompt's tokens end where its text ends. The start is below 0 if the first token is
+        # not part of the text.
         given = b"".join(each.chosen.data for each in scores).decode(errors="replace")
         self._offsets[delta.index] = _TextOffsets(len(echo) - len(given))
         return dataclasses.replace(
@@ -262,8 +261,8 @@ class CompletionRenderer(ChoiceRenderer[CompletionRequest]):
 
 
 class _TextOffsets:
-    """Where the tokens of one text begin, in characters. A token within a character begins where
-    that does."""
+    """Offsets of a text's tokens in characters. A token that begins within a character has that
+    character's offset."""
 
     def __init__(self, start: int = 0) -> None:
         self._next = start
@@ -303,7 +302,7 @@ def _logprob(score: TokenScore) -> LogprobObject:
 
 
 def _by_text(scored: ScoredToken) -> dict[str, float | None] | None:
-    """The likeliest tokens and the chosen one; of tokens with the same text, the likeliest."""
+    """Scores of the top tokens and the chosen one by text; the likeliest of those with one text."""
     if scored.chosen.logprob is None:
         return None
     by_text: dict[str, float | None] = {}
@@ -313,7 +312,7 @@ def _by_text(scored: ScoredToken) -> dict[str, float | None] | None:
 
 
 def _by_id(scored: ScoredToken) -> dict[str, RankedLogprob] | None:
-    """By token id, as vLLM returns a prompt's; None for the first token."""
+    """Scores of a prompt token by token id, in vLLM's format; None for the first token."""
     if scored.chosen.logprob is None:
         return None
     by_id: dict[str, RankedLogprob] = {}

@@ -1,4 +1,4 @@
-"""The fields that chats and completions share, such as what an answer must match, and the body of
+"""The fields that chats and completions share, such as those for structured output, and the body of
 /v1/completions."""
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ from baton.router.edges.http.request_model import (
 from baton.router.prompts.output_grammar import ANY_OBJECT, json_structure
 
 DEFAULT_TOKENS = 16
-"""The API's own default of /v1/completions."""
+"""OpenAI's default for /v1/completions."""
 
 MAX_CHOICES = MAX_INPUTS
 """Prompts times answers to each."""
 
-
 MAX_CHOICE_TEXTS = 1024
-"""Texts of which an answer is one."""
+"""Entries of guided_choice."""
 
 StructureText = Annotated[str, Field(max_length=bounds.MAX_STRUCTURE)]
 ChoiceTexts = Annotated[
@@ -94,7 +93,7 @@ class ResponseFormat(RequestModel):
     @field_validator("json_schema", mode="wrap")
     @classmethod
     def _schema_of_its_type(cls, value: Any, validate: Any, info: ValidationInfo) -> Any:
-        """Ignored for other types."""
+        """Ignores the schema of other types."""
         if info.data.get("type") != "json_schema":
             return None
         if value is None:
@@ -108,7 +107,7 @@ class ResponseFormat(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """As vLLM groups them."""
+    """vLLM's structured_outputs."""
 
     json_schema: SchemaText = Field("", alias="json")
     regex: StructureText = ""
@@ -118,7 +117,7 @@ class StructuredOutputs(RequestModel):
 
     unserved: ClassVar[dict[str, Unserved]] = {
         "structural_tag": Unserved("structures within an answer"),
-        "whitespace_pattern": Unserved("a choice of white space"),
+        "whitespace_pattern": Unserved("a whitespace pattern"),
     }
 
     def structures(self) -> Iterator[Structure]:
@@ -128,10 +127,9 @@ class StructuredOutputs(RequestModel):
 
 
 class StructureFields(RequestModel):
-    """What an answer must match: the OpenAI API's field, and the aliases of vLLM. At most one is
-    set."""
+    """Fields for structured output: OpenAI's, and vLLM's aliases. At most one may be set."""
 
-    response_format: ResponseFormat | None = about("At most one structure is given.")
+    response_format: ResponseFormat | None = about("At most one structure may be set.")
     regex: StructureText = about("The whole answer matches this regular expression.", "")
     grammar: StructureText = about("The answer follows this grammar, in llguidance's Lark.", "")
     guided_json: SchemaText = about("The answer is JSON of this JSON Schema.", "")
@@ -153,7 +151,7 @@ class StructureFields(RequestModel):
         if len(given) > 1:
             raise InvalidRequest(
                 "at most one of response_format, regex, grammar, guided_json, guided_regex,"
-                " guided_choice, guided_grammar and structured_outputs",
+                " guided_choice, guided_grammar and structured_outputs may be set",
                 field="response_format",
             )
         return given[0] if given else None
@@ -179,11 +177,11 @@ class StreamOptions(RequestModel):
 class ChoicesRequest(StructureFields, GenerationRequest):
     """The fields that chats and completions share: they return choices."""
 
-    max_tokens: TokenCount | None = about("The most tokens of one answer.")
-    max_completion_tokens: TokenCount | None = about("The newer max_tokens; takes precedence.")
+    max_tokens: TokenCount | None = about("Maximum tokens of one answer.")
+    max_completion_tokens: TokenCount | None = about("Newer name of max_tokens; takes precedence.")
     n: int = about("Answers to each prompt.", 1, ge=1, le=bounds.MAX_ANSWERS)
     stop: Stops = about("The text is cut before the first of these.", ())
-    stream_options: StreamOptions | None = about("Only together with stream.")
+    stream_options: StreamOptions | None = about("Needs stream.")
     return_token_ids: bool = about("Return the ids of the answer's tokens in its choice.", False)
     user: ShortText = about("Ignored.", "")
 
@@ -247,16 +245,18 @@ Prompts = Annotated[
 class CompletionRequest(ChoicesRequest):
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = about(
-        "The most tokens of one answer; 0, with echo or prompt_logprobs, scores the prompt."
+        "Maximum tokens of one answer. 0, with echo or prompt_logprobs, only scores the prompt."
     )
-    add_special_tokens: bool = about("Give a text the model's special tokens.", True)
-    echo: bool = about("Begin each answer with its prompt, and logprobs with its tokens'.", False)
+    add_special_tokens: bool = about("Add the model's special tokens to a text.", True)
+    echo: bool = about(
+        "Begin each answer with its prompt, and its logprobs with the prompt's.", False
+    )
     logprobs: TopLogprobs | None = about("Return log probabilities, with this many alternatives.")
     prompt_logprobs: TopLogprobs | None = about("The same for the prompt's tokens.")
 
     unserved: ClassVar[dict[str, Unserved]] = {
         **ChoicesRequest.unserved,
-        "best_of": Unserved("a choice among more answers than are returned", (1,)),
+        "best_of": Unserved("choosing the best of several answers", (1,)),
         "suffix": Unserved("text after the answer", ("",)),
     }
 

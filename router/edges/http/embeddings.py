@@ -1,4 +1,4 @@
-"""/v1/embeddings: its body, and its answer."""
+"""/v1/embeddings: its body and its answer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from baton.router.edges.http.request_model import Unserved, about
 class EmbeddingsRequest(PromptRequest):
     input: Prompts
     encoding_format: Literal["float", "base64"] = about("base64: float32, little-endian.", "float")
-    dimensions: int | None = about("Keep the first ones only.", ge=1, le=2**32 - 1)
+    dimensions: int | None = about("Keep only this many of each vector.", ge=1, le=2**32 - 1)
     pooling: Literal["last", "mean"] | None = about(
-        "The hidden state of the last token, or the mean of all. Absent: last, or as the embedding"
-        " model pools."
+        "The hidden state of the last token, or the mean of all. Absent: last, or the embedding"
+        " model's own pooling."
     )
     normalize: bool = about("Divide each vector by its length.", True)
-    add_special_tokens: bool = about("Give a text the model's special tokens.", True)
+    add_special_tokens: bool = about("Add the model's special tokens to a text.", True)
     user: ShortText = about("Ignored.", "")
 
-    unserved: ClassVar[dict[str, Unserved]] = {"stream": Unserved("vectors in pieces", (False,))}
+    unserved: ClassVar[dict[str, Unserved]] = {"stream": Unserved("streamed embeddings", (False,))}
 
     def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
         pooling = Pooling[self.pooling.upper()] if self.pooling else Pooling.ENCODER

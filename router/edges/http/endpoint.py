@@ -1,4 +1,4 @@
-"""One call that generates, from its body to its last byte.
+"""Runs a generating call, from its body to its last byte.
 
 A call that fails before its first token is answered with the error's status. After that the
 status is sent, and an error is a server-sent event called "error", which ends the stream. When the
@@ -42,14 +42,14 @@ _JSON_HEADERS = ((b"content-type", b"application/json"),)
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # for proxies
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer
 )
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
 def request_id_of(http: HttpRequest, prefix: str = "") -> str:
-    """The caller's id of its request, or a new one."""
+    """The caller's id for its request, or a new one."""
     given = http.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"{prefix}{uuid.uuid4().hex}"
 
@@ -82,7 +82,7 @@ def query_limit(given: str | None, default: int, most: int) -> int:
 
 
 class GenerationEndpoint(Generic[Body]):
-    """An ASGI application: chats, messages and so on, as its renderer shapes them."""
+    """The ASGI application of a generating path; its renderer determines the API."""
 
     def __init__(self, renderer: type[AnswerRenderer[Body]], context: EdgeContext) -> None:
         self._renderer = renderer
@@ -143,7 +143,7 @@ class _Answering:
     error_of: Callable[[Exception], Response]
 
     async def answer(self, *, stream: bool) -> None:
-        """Releases everything before it sends the last bytes: with them the call is over."""
+        """Releases everything before it sends the last bytes, which end the call."""
         async with buffered(self._generate, self.context.reader_buffer) as events:
             self.context.buffers.add(events)
             self.renderer.began(events)
@@ -158,7 +158,7 @@ class _Answering:
         await self.send({"type": "http.response.body", "body": last})
 
     async def _generate(self, emit: Emit) -> None:
-        """All answers to all prompts."""
+        """Generates all answers to all prompts."""
         call = self.call
         await call.model.serving.generate_all(call.requests, call.ledger, emit)
 
@@ -177,7 +177,8 @@ class _Answering:
         return self.renderer.ending()
 
     async def _first_delta(self, events: ClientBuffer) -> AnswerEvent | None:
-        """Before it, an error can still have its own status. None if the call is stopped."""
+        """Waits for the first delta, before which an error can still set the status. Returns None
+        if there is none."""
         async for event in events:
             if not isinstance(event, pb.Started):
                 return event
@@ -198,7 +199,7 @@ class _Answering:
             self._record(event, began)
 
     def _write_now(self, event: AnswerEvent) -> bool:
-        """The same without waiting, if the client keeps up; else False."""
+        """Writes without waiting. Returns False, writing nothing, if the client lags behind."""
         if not self.connection.keeps_up:
             return False
         if content := self.renderer.chunk(event):

@@ -1,4 +1,4 @@
-"""The fields that all APIs share."""
+"""The request fields that all APIs share."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ TopLogprobs = Annotated[int, Field(ge=0, le=bounds.MAX_TOP_LOGPROBS)]
 
 
 def _sampling(name: str, default: float, description: str) -> Any:
-    """A field with the bounds of core/bounds.py, and a default where the model has none."""
+    """A field with the bounds of core/bounds.py. `default` applies if the model has none."""
     least, most, above = bounds.SAMPLING[name]
     return about(
-        f"{description} Absent: the model's default, or this.",
+        f"{description} Absent: the model's default, or else the default here.",
         default,
         le=most,
         **{"gt" if above else "ge": least},
@@ -57,7 +57,7 @@ def _sampling(name: str, default: float, description: str) -> Any:
 
 
 def _bounded_biases(value: object) -> object:
-    """Checks the size first: each wrong entry would be one error."""
+    """Checks the size first, since each wrong entry adds an error."""
     if isinstance(value, dict) and len(value) > bounds.MAX_BIASES:
         raise invalid(f"must have at most {bounds.MAX_BIASES} entries")
     return value
@@ -78,7 +78,7 @@ Stops = Annotated[
     ),
 ]
 BannedIds = Annotated[tuple[int, ...], token_ids(bounds.MAX_BANNED)]
-# Of the OpenAI API and of Anthropic's.
+# Values of the OpenAI API and of Anthropic's.
 ServiceTier = Literal["auto", "default", "standard_only", "scale", "priority", "flex", "batch"]
 _SAMPLING_FIELDS = {each.name for each in dataclasses.fields(Sampling)}
 
@@ -102,12 +102,12 @@ class CacheHint(StrictModel):
 class PromptRequest(RequestModel):
     """The fields of all APIs whose prompts workers compute."""
 
-    model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
+    model: ShortText = about("A name from /v1/models. Absent: the only served model.", "")
     cache_salt: Annotated[str, Field(max_length=bounds.MAX_CACHE_SALT)] = about(
         "Cached pages are shared only among requests of one salt.", ""
     )
     priority: int | None = about(
-        "The lower, the earlier it is admitted. Absent: as the service tier, or 0.",
+        "The lower, the earlier it is admitted. Absent: by the service tier, or 0.",
         ge=-bounds.MAX_PRIORITY,
         le=bounds.MAX_PRIORITY,
     )
@@ -115,14 +115,15 @@ class PromptRequest(RequestModel):
         "A name for a priority: priority is -100, flex 100, batch 1000, any other 0.", "auto"
     )
     truncate_prompt_tokens: int | None = about(
-        "Keep the prompt's last tokens only; -1: as many as leave room for the answer.",
+        "Keep only this many of the prompt's last tokens; -1: as many as leave room for the"
+        " answer.",
         ge=-1,
         le=2**32 - 1,
     )
     stream: bool = about("Send the answer as server-sent events.", False)
 
     def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
-        """One for each prompt; they differ in prompt and seed only."""
+        """One request for each prompt; they differ in prompt and seed only."""
         raise NotImplementedError
 
     def _priority(self) -> int:
@@ -149,37 +150,39 @@ class GenerationRequest(PromptRequest):
     frequency_penalty: float = _sampling(
         "frequency_penalty", 0.0, "Subtracted from a token's logit each time it occurs."
     )
-    logit_bias: Biases | None = about("By token id: added to its logit.")
-    min_tokens: int = about("Tokens before a stop token may come.", 0, ge=0, le=2**32 - 1)
+    logit_bias: Biases | None = about("Numbers to add to logits, by token id.")
+    min_tokens: int = about("Minimum tokens before a stop token.", 0, ge=0, le=2**32 - 1)
     no_repeat_ngram_size: int = about(
-        "No run of this many tokens comes twice; 0 allows it.", 0, ge=0, le=bounds.MAX_NGRAM
+        "No n-gram of this size occurs twice; 0 allows it.", 0, ge=0, le=bounds.MAX_NGRAM
     )
-    suppress_tokens: BannedIds = about("Tokens that never come.", ())
-    begin_suppress_tokens: BannedIds = about("Tokens that never come first.", ())
+    suppress_tokens: BannedIds = about("Token ids that never occur.", ())
+    begin_suppress_tokens: BannedIds = about("Token ids that never occur first.", ())
     bad_words_ids: Annotated[
         list[BannedIds], Field(fail_fast=True, max_length=bounds.MAX_BANNED)
-    ] = about("Runs of tokens that never come.", ())
-    seed: int | None = about("Repeats an answer. Absent: drawn.", ge=-(2**63), le=2**64 - 1)
+    ] = about("Sequences of token ids that never occur.", ())
+    seed: int | None = about(
+        "Makes the answer repeatable. Absent: random.", ge=-(2**63), le=2**64 - 1
+    )
     stop_token_ids: Annotated[tuple[int, ...], token_ids(bounds.MAX_STOP_TOKENS)] = about(
         "Tokens that end the answer.", ()
     )
     cache_hint: CacheHint | None = about(
-        "For how long prompts that begin as this one are expected: its pages are evicted later."
+        "How long to expect more prompts with this prefix; its pages are evicted later."
     )
     prompt_cache_retention: ShortText = about('"24h" is a cache_hint of that ttl.', "")
     ignore_eos: bool = about("Continue past the model's end tokens.", False)
     skip_special_tokens: bool = about("Leave special tokens out of the answer's text.", True)
     semantic_similarity: float | None = about(
-        "Allows a cached answer to a question that is at least so similar (cosine), or as the"
-        " operator says, whichever is more. Absent: as the header or the API key says.",
+        "Allows a cached answer to a question of at least this cosine similarity, or of the"
+        " operator's minimum if that is higher. Absent: as the header or the API key says.",
         ge=0,
         le=1,
     )
     unserved: ClassVar[dict[str, Unserved]] = {
         "bad_words": Unserved("words as text; send their token ids as bad_words_ids", ([],)),
-        "allowed_token_ids": Unserved("biases", ([],)),
+        "allowed_token_ids": Unserved("restriction to some tokens", ([],)),
         "use_beam_search": Unserved("beam search", (False,)),
-        "include_stop_str_in_output": Unserved("answers with their stop string", (False,)),
+        "include_stop_str_in_output": Unserved("answers that include the stop string", (False,)),
     }
 
     def _request(
@@ -193,7 +196,7 @@ class GenerationRequest(PromptRequest):
         structure: Structure | None,
         **fields: Any,
     ) -> Request:
-        """`fields` are further ones of Request."""
+        """`fields` are further fields of Request."""
         return Request(
             request_id=request_id,
             prompt=prompt,

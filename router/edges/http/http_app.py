@@ -1,5 +1,4 @@
-"""Routes of the HTTP edge, API keys in front of them, the page, and the endpoints that generate
-nothing."""
+"""The HTTP edge's routes, its API key check, the page, and the endpoints that do not generate."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
 from baton.router.placement.policy import none_ready
 
 OPEN_PATHS = ("/health", "/ready")
-"""Need no API key, like the page, which asks for one where the router does."""
+"""Need no API key, like the page, which asks its user for one if the router requires it."""
 
 TARGETS = "/metrics/targets"
 MODEL = api.query("model")
@@ -85,7 +84,7 @@ _PAGE_HEADERS = {
 
 
 class ApiKeyMiddleware:
-    """The caller becomes the request's `user`."""
+    """Checks the API key. The caller becomes the request's `user`."""
 
     def __init__(
         self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str], admin_paths: Collection[str]
@@ -108,7 +107,7 @@ class ApiKeyMiddleware:
 
 
 def _authorization(http: HttpRequest) -> str:
-    """Clients of the Anthropic API send a key in a header of its own."""
+    """The Authorization header, or that of x-api-key, which clients of the Anthropic API send."""
     key = http.headers.get("x-api-key", "")
     return http.headers.get("authorization") or (f"Bearer {key}" if key else "")
 
@@ -138,7 +137,7 @@ class HttpApp:
         self.document = encode(api.document(table))
         paths = [each.path.replace(":path", "") for each in table if each.path.startswith("/v1/")]
         self._served = ", ".join(paths)
-        # Those with a name in their path last: it may be another's path.
+        # Paths with a parameter last, since they would match fixed paths too.
         routes = [each.route() for each in sorted(table, key=lambda each: "{" in each.path)]
         self.batched = {each.path: each.app for each in routes if each.path in BATCH_ENDPOINTS}
         page = _page_routes()
@@ -212,7 +211,7 @@ class HttpApp:
     async def _not_found(self, http: HttpRequest, error: Exception) -> Response:
         path = shown(http.url.path)
         return await _refuse(
-            http, HTTPException(404, f"there is no {path} here; served are {self._served}")
+            http, HTTPException(404, f"there is no {path} here, only {self._served}")
         )
 
     async def _models(self, http: HttpRequest) -> Response:
@@ -344,8 +343,8 @@ def _admin_routes(admin: AdminEndpoints) -> list[ApiRoute]:
 
 
 def _cors(origins: Collection[str]) -> list[Middleware]:
-    """In front of the keys: a browser's preflight request has none, and a page must be able to
-    read a 401. Keys come in a header, so no cookies are allowed."""
+    """Runs before the key check: a browser's preflight request has no key, and a page must be able
+    to read a 401. Keys come in a header, so no cookies are allowed."""
     if not origins:
         return []
     return [

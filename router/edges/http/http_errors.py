@@ -1,6 +1,6 @@
-"""Errors in the shape of the API that is called: a status, and a body.
+"""Renders errors in the format of the called API: a status and a body.
 
-The OpenAI API's have message, type, param and code; those of /v1/messages a type and a message.
+The OpenAI API's errors have message, type, param and code; /v1/messages has type and message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from baton.rpc import redact
 
 log = logging.getLogger(__name__)
 
-# The API's names where it has one; elsewhere our reasons.
+# OpenAI's error codes. Errors without one have their reason as code.
 _CODES: dict[type[BatonError], str] = {
     Unauthenticated: "invalid_api_key",
     UnknownModel: "model_not_found",
@@ -57,15 +57,15 @@ _PUBLIC: dict[type[BatonError], str] = {
     BatonError: "the server failed; its log has the details under this request's id",
 }
 
-# Names of the prompt in serving; each endpoint has its own.
+# Internal names of the prompt. Each endpoint has its own public one.
 _PROMPT_FIELDS = {"prompt", "chat", "chat.messages", "token_ids"}
-# Names of other fields in serving, and here.
+# Internal names of other fields, and the public ones.
 _RENAMED = {"json_schema": "response_format"}
 
 
 MESSAGES_PATH = "/v1/messages"
 OVERLOADED_STATUS = 529
-# Types of errors there, by status.
+# Error types of the Anthropic API, by status.
 _MESSAGES_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -81,7 +81,7 @@ _MESSAGES_TYPES = {
 def error_response(
     error: Exception, request_id: str, prompt_field: str = "prompt", path: str = ""
 ) -> Response:
-    """What a client of `path` sees of `error`; the rest is logged."""
+    """Renders `error` for a client of `path`. What the client may not see is logged."""
     messages = path.startswith(MESSAGES_PATH)
     respond = functools.partial(_response, request_id, messages)
     if isinstance(error, HTTPException):
@@ -92,7 +92,7 @@ def error_response(
         error = Internal("")
     status = error.http_status
     message = error.message
-    if status >= 500 and not isinstance(error, NotCached):  # which the caller asked for
+    if status >= 500 and not isinstance(error, NotCached):  # the caller asked for it
         message = _nearest(_PUBLIC, error) or redact(message)
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
     param = _RENAMED.get(error.field, error.field)
@@ -108,7 +108,7 @@ def error_response(
 
 
 def _overloaded(error: BatonError) -> bool:
-    """Whether the cluster is full or not there, and not the caller at a limit of its own."""
+    """True if the cluster is full or unavailable, not if the caller is at a limit of its own."""
     if isinstance(error, RateLimited | SlowReader):
         return False
     return isinstance(error, Exhausted | Unavailable)

@@ -2,7 +2,7 @@
 for invalid HTTP.
 
 start()  listens
-stop()   takes no more calls, ends those in progress and closes
+stop()   takes no more calls, ends calls in progress and closes
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from baton.core.tls import CLIENTS_CA, NODE, certificate_path, key_path
 from baton.router.edges.http.http_errors import error_response
 
 HEAD_SECONDS = 10.0
-"""From a connection's start, or the first byte after an answer, to the end of the next request's
-head. Uvicorn closes an idle connection sooner."""
+"""Time limit from a connection's start, or the first byte after an answer, to the end of the next
+request's head. Uvicorn closes an idle connection sooner."""
 
 MAX_CONNECTIONS = 4096
 MAX_HEAD_BYTES = 16 * 2**10
 TOO_LONG = f"the request head must have at most {MAX_HEAD_BYTES} bytes"
 
 SEND_BYTES = 128 * 2**10
-"""What the kernel buffers for one client. Beyond it tokens wait where they are counted."""
+"""Kernel send buffer of one client. Further tokens wait in its ClientBuffer, which counts them."""
 
 CONNECTION = "connection"
 """Key of a call's BoundedConnection in its scope's state."""
 
 
 class ChunkingConnection(h11.Connection):
-    """Frames the chunks of a body itself: they change no state, and there is one a token.
+    """Frames body chunks itself, without h11's state machine, since there is one per token.
 
     Refuses heads that h11 accepts: long ones that arrive at once, and versions other than HTTP/1.
     """
@@ -71,7 +71,7 @@ class ChunkingConnection(h11.Connection):
         return sent
 
     def frame(self, body: bytes) -> bytes:
-        """The bytes to send for more of a body."""
+        """Encodes the next part of a body."""
         if not self._chunked:
             return super().send(h11.Data(data=body)) or b""
         # An empty chunk would end the body.
@@ -88,21 +88,21 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         self.conn = ChunkingConnection(h11.SERVER, MAX_HEAD_BYTES)
         if transport.get_extra_info("sslcontext") is None:
-            # Writes to the kernel at once, not in the loop's next turn. Under TLS, where records
-            # are made first, writing would pause and not resume.
+            # Makes writes reach the kernel at once, not in the loop's next turn. Not under TLS,
+            # where writing would pause and never resume.
             transport.set_write_buffer_limits(high=0)
         self.app_state = {**self.app_state, CONNECTION: self}
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
-        self._watch()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_timer()
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the client is connected and has received all that was written."""
+        """True if the client is connected and has received everything written."""
         return not (self.flow.write_paused or self.cycle.disconnected)
 
     def write_now(self, content: bytes) -> None:
@@ -110,7 +110,7 @@ class BoundedConnection(H11Protocol):
         self.transport.write(self.conn.frame(content))
 
     def send_400_response(self, msg: str) -> None:
-        """Uvicorn's answer to invalid HTTP, as JSON and with its own status."""
+        """Overrides uvicorn's answer to invalid HTTP: sends JSON with the error's status."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and self.conn.refusal:
             self.transport.write(self._refused(self.conn.refusal))
         self.transport.close()
@@ -131,12 +131,13 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
-        # It refers to this connection. Without the cycle, that is freed now, and not by the garbage
-        # collector in a pause of 40 ms with thousands of others.
+        # It refers to this connection. Breaking the cycle frees the connection now. The garbage
+        # collector would free thousands at once, in a pause of 40 ms.
         self.app_state = {}
 
-    def _watch(self) -> None:
-        """Bytes of an unfinished head do not restart the timer."""
+    def _update_timer(self) -> None:
+        """Runs the timer while a request's head is awaited. Bytes of an unfinished head do not
+        restart it."""
         waiting = self.cycle is None or self.cycle.response_complete
         if not waiting:
             self._stop_timer()
@@ -184,14 +185,13 @@ class HttpServer(uvicorn.Server):
         return contextlib.nullcontext()
 
     def start(self, host: str, port: int) -> str:
-        """Returns the address."""
+        """Listens and returns the address."""
         self._socket = _listen(host, port)
         self._serving = asyncio.create_task(self.serve([self._socket]))
         return f"{host}:{self._socket.getsockname()[1]}"
 
     async def stop(self, grace: float) -> None:
-        """Calls in progress get an error. What clients have not read after `grace` seconds is
-        lost."""
+        """Ends calls in progress with an error. Clients have `grace` seconds to read the rest."""
         self._end_calls()
         self.config.timeout_graceful_shutdown = grace  # type: ignore[assignment]
         self.should_exit = True

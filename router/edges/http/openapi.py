@@ -1,5 +1,5 @@
-"""A route with what the OpenAPI document says of it; the document, made from all routes, the types
-of answers and the models of bodies."""
+"""API routes with their OpenAPI operations, and the document made from these, the answer types and
+the request body models."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ _MESSAGES = (
 
 
 class ApiRoute(NamedTuple):
-    """One for all methods of a path: a refused method's Allow header lists those of its route."""
+    """One route for all methods of a path, since the Allow header of a 405 lists one route's."""
 
     path: str
     endpoint: Endpoint | GenerationEndpoint[Any]
-    item: Json  # of the document, by method
+    item: Json  # the path's item in the document, by method
     prompt_field: str = "prompt"
     admin: bool = False  # needs an admin's API key
 
@@ -212,19 +212,19 @@ def upload(answer: str) -> Json:
 
 
 def _event(chunk: str) -> Json:
-    """One server-sent event."""
+    """Schema of a server-sent event."""
     data: Json = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": reference(chunk),
-        "description": "In an event called error, an error.",
+        "description": "An error if the event is called error.",
     }
     properties = {"data": {"anyOf": [{"const": "[DONE]"}, data]}, "event": STRING}
     return {"type": "object", "properties": properties, "required": ["data"]}
 
 
 def get(answer: str, *errors: str, method: str = "get") -> Json:
-    """An item, or one of another method without a body."""
+    """A path's item with GET, or with another method that has no body."""
     return {method: {"responses": _responses(reference(answer), *errors)}}
 
 

@@ -1,8 +1,8 @@
-"""Base of the models of request bodies: strict types, our own errors, OpenAPI schemas.
+"""Base of the request body models: strict types, our own errors, OpenAPI schemas.
 
-A null field counts as absent. Unknown fields are ignored, as clients of the OpenAI API expect:
-they send what other servers understand. Fields that would change the answer and are not served
-are refused by name.
+A null field counts as absent. Unknown fields are ignored, since clients of the OpenAI API send
+fields for other servers. Fields that would change the answer and are not served are refused by
+name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.core.bounds import MAX_TOKEN_ID, SAMPLING
 from baton.core.errors import InvalidRequest, InvalidSampling, NotServed
 from baton.core.proto_json import Json
 
-# Errors of their items name the list or object, not the item.
+# An error in an item of these names the list or object, not the item.
 _FLAT = {"stop", "logit_bias", "prompt", "bad_words_ids"}
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than_equal", "float_type"}
 # Null is not the same as absent.
@@ -58,13 +58,13 @@ _MESSAGES = {
 
 
 class Unserved(NamedTuple):
-    """A field that is not served: only values that ask for nothing pass."""
+    """A field that is not served. Only values without an effect pass."""
 
     feature: str
     harmless: tuple[object, ...] = ()
 
     def check(self, name: str, value: object) -> None:
-        # Compared with their types: 0 is not false.
+        # Compares types too, since 0 == False.
         if (type(value), value) not in ((type(item), item) for item in self.harmless):
             raise NotServed(f"{name} is not served: {self.feature}", field=name)
 
@@ -120,7 +120,7 @@ class RequestModel(StrictModel):
 
 
 def seconds_of(duration: str) -> int:
-    """Of a time such as "24h"."""
+    """Parses a time such as "24h"."""
     if not _DURATION.fullmatch(duration):
         raise invalid(f'must be a time such as "24h", not {shown(duration)}')
     return int(duration[:-1]) * _UNITS[duration[-1]]
@@ -142,7 +142,7 @@ def about(description: str, default: object = None, **constraints: Any) -> Any:
 
 
 def invalid(message: str) -> PydanticCustomError:
-    """An error of a validator; `message` follows the field's path."""
+    """Makes a validator's error. `message` follows the field's path."""
     return PydanticCustomError("invalid", "{message}", {"message": message})
 
 
@@ -153,7 +153,7 @@ def _refusal(error: ErrorDetails) -> InvalidRequest:
     field = path = _path(place)
     kind = InvalidRequest
     if place and place[-1] == "type":
-        # Of a part, a tool or a response format: another type is a feature that is not served.
+        # An unknown type of a part, a tool or a response format is a feature that is not served.
         kind, field = NotServed, path if place[0] == "messages" else str(place[0])
     elif error["type"] in _OUT_OF_RANGE and field in (*SAMPLING, "logit_bias"):
         kind = InvalidSampling if type(value) in (int, float) else InvalidRequest
@@ -175,7 +175,7 @@ def _message(error: ErrorDetails) -> str:
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    """As in messages[0].content. Tags of unions are in angle brackets and not part of it."""
+    """Renders a path such as messages[0].content, without tags of unions (in angle brackets)."""
     path = ""
     for part in place:
         if isinstance(part, int):
@@ -186,7 +186,7 @@ def _path(place: tuple[int | str, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in an error message: as JSON, shortened."""
+    """Renders a value for an error message: as JSON, shortened."""
     if isinstance(value, list):
         return "a list"
     if isinstance(value, dict):
@@ -199,7 +199,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
 def token_ids(most: int) -> PlainValidator:
-    """Validates a list of token ids. There may be a million: they are checked one by one only if
+    """Validates a list of token ids. There may be a million, so they are checked one by one only if
     one is wrong."""
 
     def parse(value: object) -> tuple[int, ...]:

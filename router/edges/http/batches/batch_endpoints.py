@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches. Each API key sees its own."""
+"""/v1/files and /v1/batches. Each API key sees only its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_BATCHES_LISTED = 100
 UPLOAD_SECONDS = 3600.0
 LEAST_EXPIRY = 3600
 MAX_EXPIRY = 30 * 86400
-_MARGIN = 64 * 2**10  # of a body around its file
+_MARGIN = 64 * 2**10  # for the rest of an upload's form
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -63,11 +63,11 @@ class BatchRequest(RequestModel):
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
     ] = about("The url of all its lines.", ...)
     completion_window: Annotated[str, AfterValidator(_window)] = about(
-        'When it ends at the latest: a number and s, m, h or d, such as "24h".', ...
+        'How long it may take: a number and s, m, h or d, such as "24h".', ...
     )
     metadata: Metadata | None = about("Kept with the batch.")
     output_expires_after: ExpiresAfter | None = about(
-        "When its files of results are deleted, counted from their creation."
+        "When its result files are deleted, counted from their creation."
     )
 
     @property
@@ -98,7 +98,7 @@ class DeletedFile(TypedDict):
 
 
 class BatchEndpoints:
-    """`store` is None where the router keeps no files."""
+    """`store` is None if the router keeps no files."""
 
     def __init__(self, store: BatchStore | None) -> None:
         self._kept = store
@@ -203,7 +203,7 @@ def _expiry(form: FormData, longest: float) -> float:
 
 
 def _page(http: HttpRequest, found: Sequence[Listed], default: int, most: int) -> Response:
-    """Of a list, newest first: what comes after the id `after`, at most `limit`."""
+    """Returns at most `limit` items after the id `after`. `found` has the newest first."""
     query = http.query_params
     match query.get("order", "desc"):
         case "asc":

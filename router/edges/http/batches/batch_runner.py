@@ -1,9 +1,9 @@
-"""Runs batches: their lines are calls of the endpoints, as if a client sent them one by one.
+"""Runs batches: calls the endpoints with their lines, as if a client sent them one by one.
 
 One router at a time runs the batches of a folder: the one that holds its lock. Results are appended
-to a batch's files as they come. A router that takes over finds there which lines are done, and runs
-the others; a line that was in progress runs again. Each API key has one batch in progress, the
-oldest, and the keys take turns.
+to a batch's files as they come. A router that takes over skips the lines with results and runs the
+others; a line that was in progress runs again. Each API key has one batch in progress, the oldest,
+and the keys take turns.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class BatchRunner:
         self._owners: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Runs until it is cancelled; lines in progress are not recorded then."""
+        """Runs until cancelled. Lines in progress are then not recorded."""
         ticking = asyncio.create_task(self._spare.run())
         try:
             with self._store.files.lock_path.open("w") as lock:
-                await self._follow(lock.fileno())
+                await self._start_batches(lock.fileno())
         finally:
             await cancel_all(ticking, *self._owners.values())
 
-    async def _follow(self, lock: int) -> None:
-        """Starts batches, once this router holds the lock."""
+    async def _start_batches(self, lock: int) -> None:
+        """Looks for batches and starts them while this router holds the lock."""
         held, swept = False, 0.0
         while True:
             try:
@@ -101,7 +101,7 @@ class BatchRunner:
             while batch := await asyncio.to_thread(self._store.unfinished, owner):
                 await self._run_batch(owner, batch)
         except Exception:
-            # Such as a full disk. The batch is tried again.
+            # For example a full disk. The batch is tried again.
             log.exception("a batch of %r is interrupted", owner)
             await asyncio.sleep(LONGEST_PAUSE)
 
@@ -130,7 +130,7 @@ class BatchRunner:
         await asyncio.to_thread(self._store.end, owner, batch, "failed", changes)
 
     async def _run_lines(self, results: Results, path: Path) -> BatchStatus:
-        """Returns how the batch ends. What is left then is not run."""
+        """Runs lines until the batch ends, and returns how. Remaining lines are not run."""
         lines = asyncio.create_task(self._run_all(results, path))
         watching = asyncio.create_task(self._watch(results))
         try:
@@ -166,7 +166,7 @@ class BatchRunner:
             raise group.exceptions[0] from None
 
     async def _run_line(self, results: Results, line: BatchLine, permit: Permit) -> None:
-        """Until it is answered."""
+        """Runs a line until it is answered, again after a transient error or giving way."""
         pause, request_id = 1.0, permit.request_id
         try:
             while True:
@@ -189,7 +189,7 @@ class BatchRunner:
         except Unauthenticated as error:  # the key was removed
             response = error_response(error, request_id)
             return response.status_code, bytes(response.body)
-        # A key's limits are those of its other requests.
+        # The key's limits apply to its other requests only.
         caller = Caller(replace(key, rate=0.0, concurrency=0, priority=MAX_PRIORITY))
         body = json.dumps(line.body).encode()
         return await call(self._endpoints[line.endpoint], line.endpoint, body, caller, request_id)
@@ -206,7 +206,7 @@ class BatchRunner:
 
 
 class Results:
-    """The files of a batch's results, and its counts. Lines that are there already are done."""
+    """A batch's result files and counts. Lines that have a result already are done."""
 
     def __init__(self, store: BatchStore, owner: str, batch: BatchObject) -> None:
         self.owner, self.batch = owner, batch
@@ -235,7 +235,7 @@ class Results:
         failed = status != 200
         file = self._files[failed]
         size = os.fstat(file).st_size
-        # In one call: a crash leaves whole lines, and at most one that is cut off.
+        # In one call: a crash leaves whole lines and at most one incomplete line.
         if os.write(file, line) < len(line):
             os.ftruncate(file, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -250,7 +250,7 @@ class Results:
             self.add(0, failure_line(line.custom_id, request_id, "batch_expired", message))
 
     def usage(self) -> BatchUsage:
-        """Of all answers, including those before a restart."""
+        """Sums up all answers, including those before a restart."""
         counts = count_tokens(self._paths[0])
         return {
             "input_tokens": counts.input,
@@ -278,7 +278,7 @@ class Results:
 
 
 def validate(path: Path, endpoint: str) -> tuple[int, list[BatchErrorObject]]:
-    """How many lines a file has, and what is wrong with them."""
+    """Returns the number of a file's lines and the errors in them."""
     total, wrong = check_lines(path, endpoint)
     errors = [_error("invalid_line", each.message, line, each.field) for line, each in wrong]
     if total > MAX_LINES:
@@ -295,7 +295,7 @@ def _error(
 
 
 def _try_lock(lock: int) -> bool:
-    """Returns whether it is held. The kernel releases it when the process dies."""
+    """Returns True if the lock was taken. The kernel releases it when the process dies."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -305,8 +305,8 @@ def _try_lock(lock: int) -> bool:
 async def call(
     endpoint: ASGIApp, path: str, body: bytes, caller: Caller, request_id: str
 ) -> tuple[int, bytes]:
-    """Calls an endpoint of this process for a caller. Returns status and body; 0 without an
-    answer."""
+    """Calls an endpoint of this process for a caller. Returns status and body; status 0 if there is
+    no answer."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     scope: Scope = {
         "type": "http",
@@ -321,7 +321,7 @@ async def call(
     sent: list[Message] = []
 
     async def receive() -> Message:
-        # It never disconnects.
+        # This client never disconnects.
         return arriving.pop() if arriving else await asyncio.get_running_loop().create_future()
 
     async def send(message: Message) -> None:

@@ -4,8 +4,8 @@
         │               └─ cancelling, or out of time ─▶ cancelled, expired
         └─▶ failed
 
-Only the router that runs batches writes an existing ID.json. To cancel a batch, ID.cancel is put
-beside it.
+Only the router that runs batches writes an existing ID.json. Creating ID.cancel beside it cancels
+the batch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReasoningTokens(TypedDict):
 
 
 class BatchUsage(TypedDict):
-    """Of all answers."""
+    """Sums over all answers."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
@@ -167,7 +167,7 @@ class BatchStore:
         return self._with_cancellation(owner, json.loads(content))
 
     def _with_cancellation(self, owner: str, batch: BatchObject) -> BatchObject:
-        """A batch with a cancellation that its runner has not recorded yet."""
+        """Marks a batch as cancelling if its runner has not recorded the cancellation yet."""
         if batch["status"] in _CANCELLABLE and (at := self.cancelled_at(owner, batch["id"])):
             batch["status"], batch["cancelling_at"] = "cancelling", at
         return batch
@@ -186,7 +186,7 @@ class BatchStore:
         return self.batch(owner, batch_id)
 
     def unfinished(self, owner: str) -> BatchObject | None:
-        """The oldest that has not ended. Called often: an ended batch is read once."""
+        """The oldest batch that has not ended. Called often, so an ended batch is read once."""
         found = []
         for path in self.files.folder(owner).glob("batch_*.json"):
             if path.stem not in self._ended:
@@ -207,7 +207,7 @@ class BatchStore:
         self.files.path(owner, batch["id"], ".cancel").unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Deletes what has expired."""
+        """Deletes expired files and batches."""
         self.files.sweep()
         oldest = time.time() - self.files.keep_seconds
         for owner in self.files.owners:

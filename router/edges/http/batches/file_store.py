@@ -1,6 +1,6 @@
-"""Files of callers, on disk: tenant-NAME/ID.jsonl, and ID.json, which says what it is.
+"""Callers' files on disk: the content in tenant-NAME/ID.jsonl, its description in ID.json.
 
-A file exists once its ID.json does, which is written last and whole. Any number of routers may
+A file exists once its ID.json does, which is written last and atomically. Any number of routers may
 share the folder: nothing about it is kept in memory.
 """
 
@@ -26,7 +26,7 @@ from baton.router.edges.http.answer_renderer import encode
 _TENANT = "tenant-"
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-output|-errors)?")
 _ABANDONED_SECONDS = 86400.0
-"""After which a file that was not published counts as an upload that was cut off."""
+"""Age at which an unpublished file counts as an interrupted upload."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -66,7 +66,8 @@ class FileStore:
         return self._folder / f"{_TENANT}{owner}"
 
     def path(self, owner: str, identity: str, suffix: str) -> Path:
-        """A caller's file, which need not exist. Raises UnknownRequest for a wrong id."""
+        """Path of a caller's file, which need not exist. Raises UnknownRequest for a malformed
+        id."""
         if not _ID.fullmatch(identity):
             raise unknown(identity)
         return self.folder(owner) / f"{identity}{suffix}"
@@ -75,7 +76,7 @@ class FileStore:
         return self.path(owner, file_id, ".jsonl")
 
     def upload(self, owner: str, content: BinaryIO, filename: str, keep: float) -> FileObject:
-        """Copies the rest of `content`. Raises Exhausted where there is no room for it."""
+        """Copies the rest of `content`. Raises Exhausted if it does not fit."""
         start = content.tell()
         self.check_budget(content.seek(0, os.SEEK_END) - start)
         content.seek(start)
@@ -125,7 +126,7 @@ class FileStore:
 
     def delete(self, owner: str, file_id: str) -> None:
         self.file(owner, file_id)
-        # In this order: cut off in between, it can be deleted again.
+        # In this order, so that an interrupted deletion can be repeated.
         self.content(owner, file_id).unlink(missing_ok=True)
         self.path(owner, file_id, ".json").unlink(missing_ok=True)
 
@@ -137,7 +138,7 @@ class FileStore:
             )
 
     def sweep(self) -> None:
-        """Deletes files that have expired, and uploads that were cut off."""
+        """Deletes expired files and interrupted uploads."""
         now = time.time()
         for owner in self.owners:
             for file in self.files(owner):

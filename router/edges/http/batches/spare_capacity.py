@@ -1,9 +1,9 @@
-"""When a request of a batch may run: where workers have nothing else to do.
+"""Decides when a batch's request may run: while workers have nothing else to do.
 
-It starts where no request waits, some prefill worker has half of its backlog free, some decode
-worker has pages to spare, and neither serves another request. It has the last priority: in the wait
-queue, and on workers, where it pauses while these serve others. While another request waits
-nevertheless, the youngest of a batch gives way, one at a time, and runs again later.
+It starts when no request waits, a prefill worker has half of its backlog free, a decode worker has
+pages to spare, and neither serves another request. It has the last priority in the wait queue and
+on workers, where it pauses while they serve others. If another request still waits, the youngest
+batch request gives way, one at a time, and runs again later.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ IDLE_SECONDS = 0.2
 """Poll intervals, with and without requests of batches."""
 
 SPARE_PAGES = 0.25
-"""Share of a decode worker's pages that is left to other requests."""
+"""Share of a decode worker's pages that stays free for other requests."""
 
 YIELD_SECONDS = 0.25
-"""Between two requests that give way: workers report how it helped in about this time."""
+"""Pause between two requests that give way. Workers report the effect in about this time."""
 
 Result = TypeVar("Result")
 
@@ -76,8 +76,8 @@ class SpareCapacity:
         self._yielded_at = 0.0
 
     async def acquire(self, owner: str, request_id: str, model: str) -> Permit:
-        """Waits until a request may start, in order of calls for its model. The caller releases
-        the permit."""
+        """Waits until a request may start; requests of one model start in order of their calls.
+        The caller releases the permit."""
         permit = Permit(owner, request_id, model, asyncio.get_running_loop().create_future())
         self._waiting.append(permit)
         try:
@@ -94,7 +94,7 @@ class SpareCapacity:
                 permits.remove(permit)
 
     async def call(self, permit: Permit, work: Coroutine[None, None, Result]) -> Result | None:
-        """Runs the request. None where it gave way to others."""
+        """Runs the request. Returns None if it gave way to others."""
         permit.ledger = None
         call = permit.call = asyncio.create_task(work)
         try:
@@ -117,12 +117,12 @@ class SpareCapacity:
         full: set[ServedModel] = set()
         for permit in list(self._waiting):
             model = self._find(permit)
-            # An unknown model's request ends with its error at once.
+            # A request for an unknown model starts and fails at once.
             if model and (model in full or not self._has_room(model)):
                 full.add(model)
                 continue
             self._waiting.remove(permit)
-            if not permit.granted.done():  # or its batch was cancelled
+            if not permit.granted.done():  # done if its batch was cancelled
                 self._running.append(permit)
                 permit.granted.set_result(None)
 
@@ -163,7 +163,8 @@ class SpareCapacity:
 
 
 def _others_wait(model: ServedModel, own: Sequence[Permit]) -> bool:
-    """In the router, where requests of batches are counted too, or in a decode worker."""
+    """True if other requests wait in the router, whose count includes `own`, or in a decode
+    worker."""
     decode = model.membership.usable(Role.DECODE)
     queued = sum(permit.queued for permit in own)
     return model.serving.admission.queued > queued or any(link.load.waiting for link in decode)

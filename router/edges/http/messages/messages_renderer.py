@@ -25,7 +25,7 @@ _STOP_REASONS: dict[int, StopReason] = {
     pb.FINISH_REASON_LENGTH: "max_tokens",
     pb.FINISH_REASON_TOOL_CALLS: "tool_use",
 }
-# The type of a delta and its key for the text.
+# Block kind: (type of its deltas, key of their text).
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -128,7 +128,7 @@ class MessagesRenderer(BlockRenderer[MessagesRequest]):
         return {"stop_reason": _STOP_REASONS[finished.finish_reason], "stop_sequence": None}
 
     def _usage(self) -> MessageUsage:
-        """Cached tokens are known at the end."""
+        """Cached tokens are known only at the end."""
         usage: MessageUsage = {
             "input_tokens": self.prompt_tokens - self.cached_tokens,
             "output_tokens": self.completion_tokens,
@@ -155,7 +155,7 @@ def _block(block: Block, text: str) -> MessageBlock:
 
 
 def _arguments(text: str) -> dict[str, object]:
-    """Empty if max_tokens cut them off."""
+    """Parses a call's arguments. Empty if max_tokens cut them off."""
     try:
         arguments = json.loads(text or "{}")
     except ValueError:

@@ -40,13 +40,13 @@ from baton.router.edges.http.request_model import (
 from baton.router.prompts.output_grammar import json_structure
 
 BILLING = "x-anthropic-billing-header:"
-"""Begins a system block that some clients change with every call. The model does not see it, or no
-two prompts would share a page."""
+"""Begins a system block that some clients change with every call. It is removed from the prompt,
+since no two prompts would share a page otherwise."""
 
 
 @with_config(ConfigDict(strict=True))
 class CacheControl(TypedDict):
-    """Marks the end of a prefix that is to be cached. Every prefix is; the mark retains it."""
+    """Marks the end of a prefix to cache. Every prefix is cached; the mark retains its pages."""
 
     type: Literal["ephemeral"]
     ttl: NotRequired[Literal["5m", "1h"]]
@@ -102,7 +102,8 @@ class TurnMessage(StrictModel):
     content: TextOrParts[MessagePart]
 
     def to_messages(self, names: dict[str, str]) -> Iterator[Message]:
-        """Each tool's result is a message of its own. `names` are the called tools' by id."""
+        """Each tool result becomes a message of its own. `names` maps call ids to tool names and is
+        updated."""
         if isinstance(self.content, str):
             yield Message(self.role, self.content)
             return
@@ -163,20 +164,20 @@ _SWITCHES = {"enabled": True, "disabled": False}
 class CountTokensRequest(RequestModel):
     """The fields of a prompt."""
 
-    model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
+    model: ShortText = about("A name from /v1/models. Absent: the only served model.", "")
     messages: Annotated[
         list[TurnMessage], Field(fail_fast=True, min_length=1, max_length=bounds.MAX_MESSAGES)
     ]
-    system: TextOrParts[MarkedText] | None = about("Before the messages.")
+    system: TextOrParts[MarkedText] | None = about("The system prompt.")
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)] = (
         about("Functions that the model may ask the caller to call.", ())
     )
     tool_choice: MessagesToolChoice | None = about("Whether a tool is called.")
     thinking: Thinking | None = about(
-        "Whether the model thinks first, where its chat template knows enable_thinking."
+        "Whether the model thinks first, if its chat template supports enable_thinking."
     )
     output_config: OutputConfig | None = about("How long to think; a JSON Schema of the answer.")
-    output_format: JsonOutput | None = about("As output_config.format, under its older name.")
+    output_format: JsonOutput | None = about("Older name of output_config.format.")
 
     unserved: ClassVar[dict[str, Unserved]] = {
         "mcp_servers": Unserved("tools that the server calls", ([],)),
@@ -184,7 +185,7 @@ class CountTokensRequest(RequestModel):
     }
 
     def chat_prompt(self) -> ChatPrompt:
-        """Where the last message is the assistant's, it is continued."""
+        """If the last message is the assistant's, the answer continues it."""
         names: dict[str, str] = {}
         rules = self._system()
         system = [Message("system", rules)] if rules else []
@@ -211,8 +212,8 @@ class CountTokensRequest(RequestModel):
 
 
 class MessagesRequest(CountTokensRequest, GenerationRequest):
-    max_tokens: TokenCount = Field(description="The most tokens of the answer.")
-    cache_control: CacheControl | None = about("As at the last block of the prompt.")
+    max_tokens: TokenCount = Field(description="Maximum tokens of the answer.")
+    cache_control: CacheControl | None = about("The same as at the prompt's last block.")
     stop_sequences: StopList = about("The text is cut before the first of these.", ())
 
     unserved: ClassVar[dict[str, Unserved]] = {
@@ -221,7 +222,7 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     }
 
     def _retain_seconds(self) -> int:
-        """The longest time of all marks."""
+        """The longest ttl of all marks."""
         marks = [mark for mark in self._marks() if mark]
         times = [seconds_of(mark.get("ttl", "5m")) for mark in marks]
         return max(times, default=super()._retain_seconds())

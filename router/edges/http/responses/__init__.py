@@ -1,1 +1,1 @@
-"""The OpenAI API of responses: /v1/responses, with those that are stored."""
+"""The OpenAI Responses API: /v1/responses, and stored responses."""

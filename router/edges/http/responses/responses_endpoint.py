@@ -1,4 +1,4 @@
-"""/v1/responses, and stored responses, which callers get again or continue."""
+"""/v1/responses, and stored responses, which callers can retrieve or continue."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from baton.router.edges.http.responses.responses_request import ResponsesRequest
 from baton.router.served_models import ServedModel
 
 STORED_CHARACTERS = 64 * 2**20
-"""Of all responses together; each counts with the whole conversation before it."""
+"""Limit for all responses together. Each counts with the whole conversation before it."""
 
 _OVERHEAD = 1024
-"""Characters that a response counts besides its text."""
+"""Characters that a response counts in addition to its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     body: bytes
-    conversation: tuple[Message, ...]  # its input, what was before that, and its output
+    conversation: tuple[Message, ...]  # history, input and output
 
     @property
     def size(self) -> int:
@@ -40,27 +40,27 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """In this router's memory, within a limit: the least recently used response is dropped first.
-    Every API key has its own."""
+    """Stores responses in this router's memory, separately for each API key. Beyond the limit, the
+    least recently used response is dropped."""
 
     def __init__(self, limit: int = STORED_CHARACTERS) -> None:
         self._limit = limit
         self._size = 0
-        # By the API key's name and the response's id; the one used last is the last.
+        # By the API key's name and the response's id, in order of last use.
         self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
-        # Their calls own them.
+        # Owned by their calls.
         self._running: WeakValueDictionary[tuple[str, str], ResponsesRenderer] = (
             WeakValueDictionary()
         )
 
     def run(self, owner: str, response: ResponsesRenderer) -> None:
-        """Adds a running response, and keeps it when it has ended."""
+        """Adds a running response, and stores it when it ends."""
         name = response.id
         self._running[owner, name] = response
         response.on_end = lambda *content: self.keep(owner, name, StoredResponse(*content))
 
     def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Replaces the running one."""
+        """Stores an ended response in place of the running one."""
         self._running.pop((owner, response_id), None)
         self._stored[owner, response_id] = response
         self._size += response.size
@@ -110,7 +110,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     def _parse(
         self, content: Json, request_id: str, caller: Caller
     ) -> tuple[ResponsesRequest, tuple[Request, ...], ServedModel]:
-        """With the conversation that the response follows."""
+        """Adds the conversation that the response continues."""
         body, (request,), model = super()._parse(content, request_id, caller)
         if not body.previous_response_id:
             return body, (request,), model
@@ -129,7 +129,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         owner, response_id = http.user.key.name, http.path_params["response_id"]
         if http.method != "DELETE":
             if http.query_params.get("stream") == "true":
-                raise NotServed("stream is not served: a stored response as events", field="stream")
+                raise NotServed("stream is not served for a stored response", field="stream")
             return Response(self._store.body(owner, response_id), media_type="application/json")
         self._store.delete(owner, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})

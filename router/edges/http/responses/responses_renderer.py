@@ -26,7 +26,7 @@ from baton.v1 import inference_pb2 as pb
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
 
-# Names of a block's item, its deltas and the part that they belong to.
+# By block kind: the prefix of item ids, and that of delta event names.
 _ITEM_IDS: dict[BlockKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _DELTAS: dict[BlockKind, str] = {
     "reasoning": "response.reasoning_text",
@@ -130,7 +130,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
 
     def __init__(self, body: ResponsesRequest, requests: Sequence[Request]) -> None:
         super().__init__(body, requests)
-        # A stored response needs an id of its own, and a request's may be the caller's.
+        # A stored response needs a unique id; the request's may come from the caller.
         self._number = uuid.uuid4().hex
         self.id = f"resp_{self._number}"
         self._sampling = requests[0].sampling
@@ -140,7 +140,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         self._events = 0
         self._error: ResponseErrorObject | None = None
         self._cancelled = False
-        # Called with the response and the conversation to its end, when it has ended.
+        # Called at the end with the response and the conversation up to and including it.
         self.on_end: Callable[[bytes, tuple[Message, ...]], None] | None = None
         self._buffer: weakref.ref[ClientBuffer] | None = None
 
@@ -152,7 +152,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         return encode(self._response())
 
     def cancel(self) -> bytes:
-        """Ends the response, and returns what there is."""
+        """Ends the response, and returns it so far."""
         self._cancelled = True
         if self._buffer and (buffer := self._buffer()):
             buffer.close()
@@ -274,7 +274,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         return "incomplete" if cut else "completed"
 
     def _item_status(self, block: Block) -> ResponseStatus:
-        """What ends a response early cuts its last item."""
+        """The last item of a response that ended early is incomplete."""
         last = block is self._blocks[-1]
         return "incomplete" if last and self._status != "completed" else "completed"
 
@@ -282,7 +282,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         return f"{_ITEM_IDS[block.kind]}_{self._number}_{block.index}"
 
     def _item(self, block: Block, status: ResponseStatus, parts: list[Block]) -> OutputItem:
-        """Without `parts` as it begins."""
+        """Renders a block's item. `parts` is empty when the item begins."""
         identity = self._item_id(block)
         if block.kind == "call":
             call: OutputItem = {

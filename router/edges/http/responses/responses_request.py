@@ -1,4 +1,4 @@
-"""The body of /v1/responses, as a chat."""
+"""The body of /v1/responses, turned into a chat."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from baton.router.prompts.output_grammar import json_structure
 
 @with_config(ConfigDict(strict=True))
 class ItemPart(TypedDict):
-    """Of a message, a tool's output or the reasoning."""
+    """A part of a message, a tool's output or the reasoning."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: PromptText
@@ -96,7 +96,7 @@ class _Turn:
     calls: list[ToolCall] = field(default_factory=list)
 
     def messages(self) -> list[Message]:
-        """One, or none where it has no items."""
+        """One message, or none if the turn has no items."""
         if not (self.texts or self.thoughts or self.calls):
             return []
         text, reasoning = "\n".join(self.texts), "\n".join(self.thoughts)
@@ -104,7 +104,7 @@ class _Turn:
 
 
 def _messages(items: Iterable[InputItem], names: dict[str, str]) -> Iterator[Message]:
-    """`names` are the called tools' by the call's id."""
+    """`names` maps call ids to tool names and is updated."""
     turn = _Turn()
     for item in items:
         match item:
@@ -142,7 +142,7 @@ class ResponsesFunction(StrictModel):
 
 
 class NamespaceTool(StrictModel):
-    """Functions under one name, as Codex sends them; calls name it too."""
+    """A group of functions, as Codex sends them. Their calls name the namespace too."""
 
     type: Literal["namespace"]
     name: ToolText
@@ -154,8 +154,8 @@ _Hosted = Literal["web_search", "web_search_preview"]
 
 
 class HostedTool(StrictModel):
-    """A tool that servers run themselves. This one does not, and the model does not see it: agents
-    offer it with every request."""
+    """A tool that some servers run. Accepted because agents send it with every request, but not run
+    here and not shown to the model."""
 
     type: _Hosted
 
@@ -211,7 +211,7 @@ class TextConfig(RequestModel):
     format: TextFormat | None = None
 
     unserved: ClassVar[dict[str, Unserved]] = {
-        "verbosity": Unserved("a choice of how much to say", ("medium",))
+        "verbosity": Unserved("control of verbosity", ("medium",))
     }
 
 
@@ -235,7 +235,7 @@ _Items = Annotated[
 class ResponsesRequest(GenerationRequest):
     input: Annotated[_Items, BeforeValidator(_as_items, json_schema_input_type=PromptText | _Items)]
     instructions: PromptText = about("A system message before all others; never stored.", "")
-    max_output_tokens: TokenCount | None = about("The most tokens of the answer.")
+    max_output_tokens: TokenCount | None = about("Maximum tokens of the answer.")
     previous_response_id: ShortText = about("The stored response that this one follows.", "")
     store: bool = about("Keep the response for a while.", True)
     tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)] = (
@@ -245,17 +245,17 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: bool = about("Ignored.", True)
     text: TextConfig = about("A format that the answer follows.", TextConfig())
     reasoning: ReasoningConfig = about(
-        "How long to think, where the chat template knows.", ReasoningConfig()
+        "How long to think, if the chat template supports it.", ReasoningConfig()
     )
-    metadata: dict[str, object] = about("Returned as it is.", {})
+    metadata: dict[str, object] = about("Returned unchanged.", {})
 
     unserved: ClassVar[dict[str, Unserved]] = {
         **GenerationRequest.unserved,
-        "background": Unserved("answers that nobody waits for", (False,)),
+        "background": Unserved("background responses", (False,)),
         "conversation": Unserved("conversations; send previous_response_id"),
         "prompt": Unserved("stored prompts"),
         "top_logprobs": Unserved("log probabilities of a response", (0,)),
-        "truncation": Unserved("conversations without their middle", ("disabled",)),
+        "truncation": Unserved("truncation of conversations", ("disabled",)),
     }
 
     def requests(self, request_id: str, defaults: GenerationDefaults) -> tuple[Request, ...]:
@@ -270,7 +270,7 @@ class ResponsesRequest(GenerationRequest):
         return (request,)
 
     def chat_prompt(self, history: tuple[Message, ...]) -> ChatPrompt:
-        """`history` is the conversation so far, which the stored response has ended."""
+        """`history` is the conversation up to and including the stored response."""
         names = {call.id: call.name for message in history for call in message.tool_calls}
         rules = [Message("system", self.instructions)] if self.instructions else []
         chat = ChatPrompt(
@@ -288,11 +288,11 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """Of functions that are in one."""
+        """Namespaces by function name."""
         return {each.name: namespace for each, namespace in self._functions() if namespace}
 
     def _functions(self) -> Iterator[tuple[ResponsesFunction, str]]:
-        """Each with its namespace, if it has one."""
+        """Each function with its namespace, or an empty string."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((each, tool.name) for each in tool.tools)
