@@ -1,10 +1,10 @@
-// Calls to the router that served this page, with the key where it asks for one.
+// Calls to the router that served this page, with the API key if it requires one.
 
 const KEY = "baton-key";
-const PATIENCE = 8000; // milliseconds; a router that stands still does not refuse connections
-const GATEWAY = new Set([502, 504]); // a proxy's words for a router that does not answer
+const TIMEOUT = 8000; // milliseconds; a frozen router does not refuse connections
+const GATEWAY = new Set([502, 504]); // a proxy's statuses for a router that does not answer
 
-/** Sends "locked" when the router wants a key, "lost" when it does not answer, and "back". */
+/** Sends "locked" when the router requires a key, "lost" when it does not answer, and "back". */
 export const router = new EventTarget();
 
 export function useKey(key) {
@@ -24,16 +24,16 @@ export async function call(path, options = {}) {
   router.dispatchEvent(new Event(answered ? "back" : "lost"));
   if (!answered) throw new Error("The router does not answer.");
   if (response.status === 401) router.dispatchEvent(new Event("locked"));
-  if (!response.ok) throw Object.assign(new Error(await problem(response)), { status: response.status });
+  if (!response.ok) throw Object.assign(new Error(await errorMessage(response)), { status: response.status });
   return response;
 }
 
 export async function get(path) {
-  return (await call(path, { signal: AbortSignal.timeout(PATIENCE) })).json();
+  return (await call(path, { signal: AbortSignal.timeout(TIMEOUT) })).json();
 }
 
-/** What went wrong, in the router's own words. */
-async function problem(response) {
+/** The router's error message. */
+async function errorMessage(response) {
   try {
     return (await response.json()).error.message;
   } catch {
@@ -41,7 +41,7 @@ async function problem(response) {
   }
 }
 
-/** The data of each server-sent event; throws what an event called "error" says. */
+/** The data of each server-sent event. Throws the error of an event called "error". */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";

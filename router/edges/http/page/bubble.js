@@ -11,7 +11,7 @@ export class Bubble {
   #text = element("div", "text");
   #notes = element("div", "figures");
   #buttons = element("div", "actions");
-  #shown = null; // the content as it stands there
+  #shown = null; // the content as last shown
   #thoughts = null;
   #view = null;
 

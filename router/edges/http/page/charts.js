@@ -11,11 +11,11 @@ export function showTrends({ points, seconds_each: each }) {
   for (const chart of CHARTS) chart.show(points, each);
 }
 
-/** Lines of figures over time; where a figure is 0 because nothing came, the line has a gap. */
+/** Values over time as lines. A 0 means no data and leaves a gap, unless the line has `always`. */
 class Chart {
   #title;
   #lines;
-  #say;
+  #format;
   #points = [];
   #each = 1;
   #end = 0; // when the last point ended, in milliseconds since 1970
@@ -28,10 +28,10 @@ class Chart {
   #tip = element("div", "tip");
   #key = element("div", "key");
 
-  constructor(title, lines, say) {
+  constructor(title, lines, format) {
     this.#title = title;
     this.#lines = lines;
-    this.#say = say;
+    this.#format = format;
     this.plot = element("div", "plot", this.#drawing, this.#pointer, this.#tip);
     this.plot.tabIndex = 0;
     this.plot.role = "img";
@@ -56,13 +56,13 @@ class Chart {
     this.#end = Date.now();
     const most = Math.max(0, ...this.#lines.flatMap((line) => this.#of(line)));
     const top = round(most);
-    this.#most.textContent = `max ${this.#say(most)}`;
-    this.#values.replaceChildren(...[top, top / 2, 0].map((value) => element("span", "", value ? this.#say(value) : "0")));
+    this.#most.textContent = `max ${this.#format(most)}`;
+    this.#values.replaceChildren(...[top, top / 2, 0].map((value) => element("span", "", value ? this.#format(value) : "0")));
     this.#draw(top);
     this.#markTimes();
-    const latest = this.#lines.map((line) => `${line.name} ${this.#say(last(this.#of(line), line.always))}`);
+    const latest = this.#lines.map((line) => `${line.name} ${this.#format(last(this.#of(line), line.always))}`);
     this.#key.replaceChildren(...latest.map((text, number) => element("span", "", swatch(this.#lines[number]), text)));
-    this.plot.ariaLabel = `${this.#title}: ${latest.join(", ")}, at most ${this.#say(most)}`;
+    this.plot.ariaLabel = `${this.#title}: ${latest.join(", ")}, at most ${this.#format(most)}`;
     this.#point(this.#at);
   }
 
@@ -72,7 +72,7 @@ class Chart {
       const values = this.#of(line);
       const spots = values.map((value, number) => [this.#x(number) * WIDTH, HEIGHT - 2 - (value / top) * (HEIGHT - 4), value || line.always]);
       const drawn = svg("path", { d: connect(spots) });
-      const dots = svg("path", { class: "dots", d: alone(spots) });
+      const dots = svg("path", { class: "dots", d: isolated(spots) });
       for (const path of [drawn, dots]) path.style.stroke = `var(${line.colour})`;
       if (!line.always || !spots.length) return [drawn, dots];
       const area = svg("path", { class: "area", d: `${connect(spots)} L${WIDTH} ${HEIGHT} L${spots[0][0]} ${HEIGHT} Z` });
@@ -86,7 +86,7 @@ class Chart {
     const marks = [];
     for (let at = Math.floor(this.#end / MINUTE) * MINUTE; at > this.#end - WINDOW * 1000; at -= MINUTE) {
       const x = 1 - (this.#end - at) / (WINDOW * 1000);
-      if (x < 0.05 || x > 0.95) continue; // it would be cut off
+      if (x < 0.05 || x > 0.95) continue; // its label would be cut off
       const mark = element("span", "", clock(at, false));
       mark.style.left = `${100 * x}%`;
       marks.push(mark);
@@ -110,7 +110,7 @@ class Chart {
     const point = share === null ? null : this.#points[number];
     this.#pointer.hidden = this.#tip.hidden = !point;
     if (!point) return;
-    const values = this.#lines.map((line) => element("div", "", swatch(line), `${line.name} ${this.#say(line.of(point, this.#each))}`));
+    const values = this.#lines.map((line) => element("div", "", swatch(line), `${line.name} ${this.#format(line.of(point, this.#each))}`));
     this.#tip.replaceChildren(element("b", "", clock(this.#end - back * this.#each * 1000)), ...values);
     const x = this.#x(number);
     this.#pointer.style.left = `${100 * x}%`;
@@ -140,7 +140,7 @@ function swatch(line) {
   return made;
 }
 
-/** The next of 1, 2, 5, 10, …: the end of an axis. */
+/** Rounds up to 1, 2, 5, 10, …, for the end of an axis. */
 function round(most) {
   if (!most) return 1;
   const unit = 10 ** Math.floor(Math.log10(most));
@@ -156,8 +156,8 @@ function connect(spots) {
   return commands.join(" ").trim();
 }
 
-/** Points with nothing beside them, which make no line. */
-function alone(spots) {
+/** Draws points without neighbours as dots, since they make no line. */
+function isolated(spots) {
   const single = spots.filter(([, , there], number) => there && !spots[number - 1]?.[2] && !spots[number + 1]?.[2]);
   return single.map(([x, y]) => `M${x.toFixed(1)} ${y.toFixed(1)} h0.01`).join(" ");
 }

@@ -6,7 +6,7 @@ import { Bubble } from "./bubble.js";
 import { keepMessages, loadMessages, promptOf } from "./conversation.js";
 import { sampling, startSettings, systemPrompt } from "./settings.js";
 
-const NEAR = 60; // pixels from the end at which the list follows the text
+const NEAR = 60; // pixels from the end within which the list scrolls along with the text
 const list = document.getElementById("messages");
 const form = document.getElementById("ask");
 const question = document.getElementById("question");
@@ -18,7 +18,7 @@ const offline = document.getElementById("ask-offline");
 let messages = loadMessages();
 let running = null;
 let actions = null;
-let leaving = false; // the browser breaks connections of a page that is left
+let leaving = false; // a browser breaks a page's connections when it leaves the page
 
 export function startChat(showTiming) {
   actions = { edit, regenerate, showTiming };
@@ -92,7 +92,7 @@ async function answer() {
     if (!message.writing) return;
     const began = performance.now();
     follow(bubble);
-    // A slow browser gets fewer frames, so that it still answers to the user.
+    // A slow browser gets fewer frames, so that it stays responsive.
     setTimeout(() => requestAnimationFrame(frame), 2 * (performance.now() - began));
   };
   requestAnimationFrame(frame);

@@ -8,8 +8,8 @@ const TONES = { none: "good", idle: "good", prefill: "warn", decode: "warn", tra
 export function showCluster(status) {
   const workers = workersShown(status);
   document.getElementById("uptime").textContent = `${status.router_id}, up ${age(status.uptime_seconds)}`;
-  const having = (role) => workers.filter((worker) => worker.member.role === role);
-  const [prefill, decode] = [having("prefill"), having("decode")];
+  const ofRole = (role) => workers.filter((worker) => worker.member.role === role);
+  const [prefill, decode] = [ofRole("prefill"), ofRole("decode")];
   const others = workers.filter((worker) => !prefill.includes(worker) && !decode.includes(worker));
   const moving = decode.reduce((sum, worker) => sum + worker.load.transfers, 0);
   document.getElementById("topology").replaceChildren(
@@ -72,7 +72,7 @@ function card(worker) {
   return made;
 }
 
-/** What is true of this worker. A router of an older version may not tell all of it. */
+/** A worker's tags. A router of an older version may not report all of them. */
 function facts({ load, member, prompt_tokens: prompt, cached_tokens: cached, quantization, kv_dtype, adapters }) {
   return [
     member.role,
@@ -87,7 +87,7 @@ function facts({ load, member, prompt_tokens: prompt, cached_tokens: cached, qua
   ].filter(Boolean);
 }
 
-/** A bar, and the same in words. */
+/** A bar with its value as text. */
 function meter(name, value, total, words = `${count(value)} of ${count(total)}`) {
   const bar = element("i");
   bar.style.width = `${total ? (100 * value) / total : 0}%`;

@@ -1,10 +1,10 @@
-// The messages of the chat, kept in this browser over a reload.
+// The messages of the chat, which this browser keeps over a reload.
 //
-// A message has a role and content; an answer also reasoning, figures, the request's id, and why it
-// failed or that it was stopped.
+// A message has a role and content. An answer may also have reasoning, figures, the request's id,
+// an error, and `stopped`.
 
 const KEY = "baton-chat";
-const MOST_CHARACTERS = 500_000; // kept; a browser keeps about ten times as much for one site
+const MOST_CHARACTERS = 500_000; // kept; browsers allow a site about ten times as much
 
 export function loadMessages() {
   try {
@@ -32,7 +32,7 @@ export function keepMessages(messages) {
   }
 }
 
-/** What the model is given: without questions that got no answer, but for the last. */
+/** The messages sent to the model: all but unanswered questions before the last. */
 export function promptOf(messages, system) {
   const asked = messages.filter((message, number) => {
     if (message.role === "assistant") return message.content;

@@ -12,7 +12,7 @@ export function copyButton(text, kind = "") {
   return made;
 }
 
-/** Without TLS a browser has no clipboard API, but for its own machine; there the old way works. */
+/** Without TLS, browsers have no clipboard API except on localhost. execCommand still works there. */
 async function copied(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
   const field = element("textarea", "hidden");

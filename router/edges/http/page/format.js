@@ -1,4 +1,4 @@
-// Numbers as people say them, and elements.
+// Formats numbers for people, and makes elements.
 
 export function time(seconds) {
   if (!seconds) return "–";

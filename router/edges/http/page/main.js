@@ -1,4 +1,4 @@
-// Starts the page, and keeps it up to date while it is looked at.
+// Starts the page, and keeps it up to date while it is visible.
 
 import { get, router, useKey } from "./api.js";
 import { showTrends } from "./charts.js";
@@ -13,9 +13,9 @@ const SECONDS = 2;
 const THEMES = ["", "light", "dark"];
 const state = document.getElementById("state");
 
-async function look() {
+async function refresh() {
   const cluster = await get("v1/cluster");
-  showModels(cluster); // before others are asked of the chosen one, which may be gone
+  showModels(cluster); // first, since the chosen model may be gone
   const [diagnosis, trends, requests] = await Promise.all([
     get(`v1/diagnosis${modelQuery()}`), get(`v1/trends${modelQuery()}`), latest(),
   ]);
@@ -24,10 +24,10 @@ async function look() {
   showTrends(trends);
   showRequests(requests);
   const ready = diagnosis.bound !== "workers";
-  say(ready ? (cluster.active_requests ? "busy" : "ready") : "not ready", ready ? "good" : "bad");
+  showState(ready ? (cluster.active_requests ? "busy" : "ready") : "not ready", ready ? "good" : "bad");
 }
 
-/** Who asked what is for admins; others see the rest all the same. */
+/** Null without an admin's key: others see the rest of the page. */
 async function latest() {
   try {
     return (await get(`v1/requests?limit=${requestsWanted()}`)).data;
@@ -37,18 +37,18 @@ async function latest() {
   }
 }
 
-function say(text, tone) {
+function showState(text, tone) {
   if (state.textContent !== text) state.textContent = text;
   state.className = `pill ${tone}`;
 }
 
-async function keepLooking() {
+async function keepRefreshing() {
   for (;;) {
     if (!document.hidden) {
       try {
-        await look();
+        await refresh();
       } catch (error) {
-        say(error.status ? error.message : "offline", "bad");
+        showState(error.status ? error.message : "offline", "bad");
       }
     }
     await new Promise((resolve) => setTimeout(resolve, SECONDS * 1000));
@@ -88,4 +88,4 @@ keys();
 watchRouter();
 startChat((id) => showTimings([id]));
 startRequests();
-keepLooking();
+keepRefreshing();

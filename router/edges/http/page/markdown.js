@@ -1,9 +1,9 @@
-// Markdown as elements. Text never becomes HTML, and nothing is loaded: an image is a link.
+// Renders Markdown as elements. Text never becomes HTML, and nothing is loaded: an image is a link.
 
 import { copyButton } from "./copying.js";
 import { element } from "./format.js";
 
-const DEEPEST = 8; // lists, quotes and emphasis within each other; what is deeper is plain text
+const DEEPEST = 8; // nested lists, quotes and emphasis; deeper ones are plain text
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
 const CLOSING = /^ {0,3}(`+|~+)\s*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
@@ -12,7 +12,7 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|(\d{1,9})[.)])(?: +|$)/;
 const COLUMNS = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 
-/** A text that grows. Complete blocks stay as they are; only those that may change are made anew. */
+/** Shows a growing text. Complete blocks are kept; only blocks that may change are rebuilt. */
 export class MarkdownView {
   #target;
   #settled = 0; // characters in complete blocks
@@ -27,7 +27,7 @@ export class MarkdownView {
     const found = blocks(lines);
     found.forEach((block, number) => this.#put(block, number));
     for (const surplus of this.#open.splice(found.length)) surplus.remove();
-    // A block ends where another begins, which only a whole line says: "2" may become "2. next".
+    // A block ends where another begins, which only a whole line shows: "2" may become "2. next".
     const last = found.findLastIndex((block) => block.from < lines.length - 1);
     if (last > 0) {
       this.#settled += lines.slice(0, found[last].from).join("\n").length + 1;
@@ -89,7 +89,7 @@ const KINDS = [
     begins: (lines, at) => ITEM.test(lines[at]),
     end: endOfList,
     build: (lines, depth) => fill(emptyList(lines), lines, depth),
-    // Long lists are common: only items that have changed are made anew.
+    // Long lists are common, so only changed items are rebuilt.
     grow: (old, lines) => {
       const same = emptyList(lines).outerHTML === old.cloneNode(false).outerHTML;
       if (same) fill(old, lines, 0);
@@ -128,7 +128,7 @@ function until(lines, at, ends) {
   return number;
 }
 
-/** Whether a paragraph ends here: a number only begins a list if it is 1 ("in\n1984. Then …"). */
+/** True if a paragraph ends here. A number begins a list only if it is 1 ("in\n1984. Then …"). */
 function interrupts(lines, at) {
   const item = ITEM.exec(lines[at]);
   if (item) return item[0].length < lines[at].length && (item[3] ?? "1") === "1";
@@ -151,7 +151,7 @@ function indent(line) {
   return line.length - line.trimStart().length;
 }
 
-/** Lines of an item are indented by two or more; an item's lines may be apart. */
+/** An item's further lines are indented by two or more, and blank lines may separate them. */
 function endOfList(lines, at) {
   const base = indent(lines[at]);
   const ordered = ITEM.exec(lines[at])[3] !== undefined;
@@ -190,18 +190,18 @@ function fill(list, lines, depth) {
   return list;
 }
 
-/** The lines of each item, without its mark and indentation. */
+/** The lines of each item, without its marker and indentation. */
 function itemsOf(lines) {
   const base = indent(lines[0]);
   const items = [];
-  let width = 0; // of what stands before an item's text
+  let width = 0; // of an item's marker and the spaces after it
   for (const line of lines) {
     const found = indent(line) < base + 2 ? ITEM.exec(line) : null;
     if (found) {
       width = found[0].length;
       items.push([line.slice(width)]);
     } else {
-      // Many indent by two where the text of "1. " begins after three.
+      // Many models indent by two although the text of "1. " begins after three characters.
       if (items.at(-1).length === 1 && line.trim()) width = Math.min(width, Math.max(2, indent(line)));
       items.at(-1).push(line.slice(Math.min(indent(line), width)));
     }
@@ -228,7 +228,7 @@ function table(lines, depth) {
   return element("div", "scroll", element("table", "", element("thead", "", row(lines[0], "th")), body));
 }
 
-// What may stand within a line. Lengths are bounded, or marks without an end would take square time.
+// Inline elements. Lengths are bounded, since unclosed marks would take quadratic time.
 const MARK = /[\\`*_~[!<]|https?:\/\//g;
 const SPANS = [
   [/\\([!-/:-@[-`{-~])/y, ([, mark]) => mark],

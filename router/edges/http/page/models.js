@@ -1,14 +1,14 @@
-// Which of several models the page asks and shows; with one there is nothing to choose.
+// The model that the page asks and shows, to be chosen if there are several.
 
 const choice = document.getElementById("models");
 const only = document.getElementById("model");
 
-/** Its name; empty where there is one alone. */
+/** The chosen model's name; empty if there is only one. */
 export function chosenModel() {
   return choice.hidden ? "" : choice.value;
 }
 
-/** As a query that chooses it. */
+/** The query string that names the chosen model. */
 export function modelQuery() {
   return chosenModel() ? `?model=${encodeURIComponent(chosenModel())}` : "";
 }

@@ -1,4 +1,4 @@
-// Says that the router does not answer, and marks what was learned before as old.
+// Shows that the router does not answer, and marks what the page shows as stale.
 
 import { router } from "./api.js";
 import { clock } from "./format.js";

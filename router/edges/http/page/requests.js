@@ -1,4 +1,4 @@
-// The latest requests: a table with a filter, in which two can be chosen to compare them.
+// The latest requests: a table with a filter, in which two can be chosen for comparison.
 
 import { age, count, element, time } from "./format.js";
 import { showTimings, workersOf } from "./waterfall.js";
@@ -26,7 +26,7 @@ export function requestsWanted() {
   return words.value || outcome.value ? SEARCHED : SHOWN;
 }
 
-/** Null where the caller may not see them. */
+/** `requests` is null if the caller may not see them. */
 export function showRequests(requests) {
   latest = requests;
   draw();
@@ -49,7 +49,7 @@ function passes(request) {
   return found && (!outcome.value || outcome.value === toneOf(request.outcome));
 }
 
-/** Cancelled by the client is no fault of the cluster. */
+/** A request that the client cancelled has not failed. */
 function toneOf(result) {
   if (!result) return "running";
   if (GOOD.has(result)) return "ok";

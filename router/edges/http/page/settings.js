@@ -1,4 +1,4 @@
-// What is asked with every question: the system prompt and sampling, kept in this browser.
+// Settings sent with every question: the system prompt and sampling, kept in this browser.
 
 const KEY = "baton-settings";
 const drawer = document.getElementById("settings");
@@ -21,7 +21,7 @@ export function startSettings() {
   });
 }
 
-/** A request's fields; the router's defaults apply where one is empty. */
+/** A request's sampling fields. An empty one is left out: the router's default applies. */
 export function sampling() {
   const { system, ...numbers } = values();
   return Object.fromEntries(Object.entries(numbers).map(([name, value]) => [name, Number(value)]));

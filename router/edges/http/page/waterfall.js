@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { count, element, time } from "./format.js";
 
-// What each phase is called, and who is at work.
+// Each phase's label, and the kind that sets its bar's colour.
 const PHASES = {
   parse: ["parse", "router"], template: ["template", "router"], tokenize: ["tokenize", "router"],
   queue: ["router queue", "wait"], prefill_wait: ["wait for prefill", "wait"], prefill: ["prefill", "prefill"],
