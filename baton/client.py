@@ -20,7 +20,7 @@ from baton.stream_calls import StreamCalls, run_to_end
 from baton.v1 import inference_pb2, timing_pb2
 
 Arrivals = queue.SimpleQueue[inference_pb2.GenerateResponse | grpc.RpcError | None]
-"""A call's messages, then its error, or None at a good end."""
+"""A call's messages, then its error, or None after a complete stream."""
 
 
 def _pump(call: Any, arrivals: Arrivals) -> None:
@@ -136,7 +136,7 @@ class AsyncStream(StreamCalls):
                 response = await self._call.read()
                 return None if response is grpc.aio.EOF else response
         except asyncio.CancelledError:
-            # gRPC raises this for a cancelled call too; only a task's own may pass as such.
+            # gRPC raises this for a cancelled call too, which callers see as Cancelled.
             if self._cancelled and not _task_is_cancelled():
                 raise Cancelled("the call was cancelled") from None
             raise

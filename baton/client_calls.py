@@ -1,10 +1,10 @@
-"""What both clients share: every call of the API, written once, as a coroutine.
+"""Every call of the API, written once as a coroutine for both clients.
 
-The asyncio client returns these coroutines. In the blocking one, whatever they await blocks the
-thread instead of suspending, so a coroutine runs to its end at once.
+The asyncio client returns these coroutines. In the blocking client, everything they await blocks
+the thread instead of suspending, so a coroutine runs to its end at once.
 """
 
-# A timeout is gRPC's deadline, which the router sees; asyncio.timeout would keep it here.
+# A timeout becomes gRPC's deadline, which the router sees, unlike asyncio.timeout.
 # ruff: noqa: ASYNC109
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from baton.v1.cluster_pb2_grpc import AdminStub
 from baton.v1.inference_pb2_grpc import InferenceStub
 
 ADAPTER_SECONDS = 120.0
-"""For workers to load an adapter, or for its requests to end."""
+"""Timeout for workers to load an adapter, or for its requests to end."""
 
 if TYPE_CHECKING:
     from grpc import UnaryUnaryMultiCallable as Method
@@ -63,8 +63,6 @@ if TYPE_CHECKING:
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 Timeout = float | None
-
-
 StreamType = TypeVar("StreamType", bound=StreamCalls)
 
 
@@ -92,7 +90,7 @@ class ClientCalls(Generic[StreamType]):
 
     @cached_property
     def _channel(self) -> Any:
-        # One of grpc.aio belongs to the loop that runs when it is made.
+        # A channel of grpc.aio belongs to the loop that runs when it is created.
         if self._credentials is None:
             return self.LIBRARY.insecure_channel(self.address, CHANNEL_OPTIONS)
         return self.LIBRARY.secure_channel(self.address, self._credentials, CHANNEL_OPTIONS)
@@ -113,7 +111,7 @@ class ClientCalls(Generic[StreamType]):
         timeout: Timeout,
         builder: AnswerBuilder | None = None,
     ) -> StreamType:
-        """`builder` has what was received of the answer already."""
+        """`builder` holds the part of the answer received so far."""
         call = self._inference.Generate(request, timeout=timeout)
         return self.STREAM(call, self.address, request, builder or AnswerBuilder())
 
@@ -142,8 +140,8 @@ class ClientCalls(Generic[StreamType]):
         return self._stream(chat_request(messages, options), options.get("timeout"))
 
     def resume(self, stream: StreamType, *, timeout: Timeout = None) -> StreamType:
-        """Continues an answer whose stream broke, at the token after the last that it has. Its
-        router may be gone: any router of the cluster will do. `answer` is then the whole one."""
+        """Continues an answer whose stream broke, after its last received token. Any router of the
+        cluster can do this. The new stream's `answer` is the whole answer."""
         return self._stream(stream._resumed(), timeout, stream._builder)
 
     @shared
@@ -170,27 +168,28 @@ class ClientCalls(Generic[StreamType]):
     async def add_adapter(
         self, name: str, folder: str, *, model: str = "", timeout: Timeout = ADAPTER_SECONDS
     ) -> bytes:
-        """Serves a LoRA adapter under a name; returns its digest. `folder` is PEFT's, or a hub's
-        repository (org/name@revision). Of several models, `model` is its base. For admins."""
+        """Serves a LoRA adapter under a name; returns its digest. `folder` is a PEFT folder or a
+        hub's repository (org/name@revision). `model` is its base, required if several are served.
+        For admins."""
         request = cluster_pb2.AddAdapterRequest(name=name, folder=folder, model=model)
         return (await self._call(self._admin.AddAdapter, request, timeout)).digest
 
     @shared
     async def remove_adapter(self, name: str, *, timeout: Timeout = ADAPTER_SECONDS) -> None:
-        """Ends an adapter's name; waits for requests under it. For admins."""
+        """Removes an adapter; waits for its requests. For admins."""
         request = cluster_pb2.RemoveAdapterRequest(name=name)
         await self._call(self._admin.RemoveAdapter, request, timeout)
 
     @shared
     async def add_model(self, name: str, keys: str, *, timeout: Timeout = ADAPTER_SECONDS) -> None:
-        """Serves a further model; `pools` reports its workers' progress. `keys` are those of the
-        configuration, as JSON, such as '{"model": "org/name"}'. For admins."""
+        """Serves a further model; `pools` reports its workers' progress. `keys` are configuration
+        keys as JSON, such as '{"model": "org/name"}'. For admins."""
         request = cluster_pb2.NamedModel(name=name, keys=keys)
         await self._call(self._admin.AddModel, request, timeout)
 
     @shared
     async def remove_model(self, name: str, *, timeout: Timeout = CALL_SECONDS) -> None:
-        """Ends a model's name; its workers end with its last request. For admins."""
+        """Removes a model; its workers end after its last request. For admins."""
         request = cluster_pb2.RemoveModelRequest(name=name)
         await self._call(self._admin.RemoveModel, request, timeout)
 
@@ -291,8 +290,8 @@ class ClientCalls(Generic[StreamType]):
         *,
         timeout: Timeout = CALL_SECONDS,
     ) -> cluster_pb2.SemanticReportResponse:
-        """What the semantic cache would have answered (`cache.semantic: shadow`). A hit is false
-        where its answer is less similar to the computed one than `same_answer`."""
+        """Reports what the semantic cache would have answered (`cache.semantic: shadow`). A hit is
+        false if its answer is less similar to the computed one than `same_answer`."""
         request = cluster_pb2.SemanticReportRequest(
             false_hit_rate=false_hit_rate, same_answer=same_answer
         )
@@ -304,7 +303,7 @@ class ClientCalls(Generic[StreamType]):
     ) -> None:
         """Makes a worker accept nothing new, finish or migrate its requests, and exit.
 
-        With `restart` a new process replaces it, where something restarts workers.
+        With `restart` a new process replaces it, if something restarts workers.
         """
         request = cluster_pb2.DrainRequest(worker_id=worker_id, restart=restart)
         await self._call(self._admin.Drain, request, timeout)

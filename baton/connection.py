@@ -50,18 +50,17 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 
 def check_address(address: str) -> str:
-    """Returns the address, unless it is that of a web server: gRPC would look for a host called
-    http."""
+    """Returns the address. Refuses a URL, in which gRPC would take `http` for the host."""
     if address.startswith(("http://", "https://")):
         raise errors.InvalidRequest(
-            f"{address!r} is a URL; a router's address is HOST:PORT, that of its gRPC API, such as"
+            f"{address!r} is a URL; give HOST:PORT of a router's gRPC API, such as"
             f" {DEFAULT_ADDRESS}"
         )
     return address
 
 
 def why_not_ready(status: cluster_pb2.StatusResponse) -> str:
-    """Empty when some prefill worker can push to some decode worker; else what is missing."""
+    """Says what is missing; empty if a prefill worker can push to a decode worker."""
     usable = [worker for worker in status.workers if worker.attached and not worker.fault]
     prefill = [worker for worker in usable if worker.member.role == worker_pb2.ROLE_PREFILL]
     decode = {w.member.worker_id for w in usable if w.member.role == worker_pb2.ROLE_DECODE}
@@ -79,8 +78,8 @@ def why_not_ready(status: cluster_pb2.StatusResponse) -> str:
 class KeyedChannel:
     """A channel, sync or asyncio, whose calls all carry an API key.
 
-    As metadata: gRPC sends call credentials over TLS only, and on one machine a key may be sent
-    without.
+    The key is metadata, since gRPC sends call credentials over TLS only. Within one machine a key
+    may be sent without TLS.
     """
 
     def __init__(self, channel: Any, api_key: str) -> None:
@@ -97,15 +96,15 @@ class KeyedChannel:
 
 
 def with_key(channel: Channel, api_key: str | None) -> Channel:
-    """`channel` with the given key, else the environment's, else unchanged."""
+    """Adds the given key, or else the environment's, to a channel's calls."""
     found = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
     return cast(Channel, KeyedChannel(channel, found)) if found else channel
 
 
 def tls_credentials(tls: str | Path | None) -> grpc.ChannelCredentials | None:
-    """From the given folder, else the environment's; None without either.
+    """Reads the given folder, or else the environment's. Returns None without either.
 
-    The folder holds ca.pem and, where the router requires it, client.pem and client.key.
+    The folder holds ca.pem and, if the router requires it, client.pem and client.key.
     """
     found = os.environ.get(TLS_VARIABLE, "") if tls is None else tls
     if not found:
@@ -128,7 +127,7 @@ def translated(address: str) -> Iterator[None]:
 
 
 def from_rpc_error(error: grpc.RpcError, address: str) -> BatonError:
-    """The error that the router packed into the trailer, else the nearest to gRPC's code."""
+    """Returns the error in the router's trailer, or else the nearest to gRPC's code."""
     message = error.details() or error.code().name
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     details = _details(error)

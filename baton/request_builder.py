@@ -17,8 +17,8 @@ MessageLike = Message | Mapping[str, str] | tuple[str, str]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of every call that generates. None means unset: the model's default,
-    or else what is said here."""
+    """The keyword arguments of every call that generates. None means unset: the model's default
+    applies, or else the one noted here."""
 
     model: str | None  # unset: the one model served
     n: int | None  # answers, 1 to 16; unset: 1. Answer.choices has all
@@ -30,12 +30,12 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None  # by token id: added to its logit, -100 to 100
-    min_tokens: int | None  # before a stop token may come
-    no_repeat_ngram_size: int | None  # no run of this many tokens comes twice
-    suppress_tokens: Sequence[int] | None  # never come
-    begin_suppress_tokens: Sequence[int] | None  # never come first
-    bad_words_ids: Sequence[Sequence[int]] | None  # runs of tokens that never come
+    logit_bias: Mapping[int, float] | None  # added to logits, by token id; -100 to 100
+    min_tokens: int | None  # minimum before a stop token
+    no_repeat_ngram_size: int | None  # no n-gram of this size occurs twice
+    suppress_tokens: Sequence[int] | None  # token ids that never occur
+    begin_suppress_tokens: Sequence[int] | None  # token ids that never occur first
+    bad_words_ids: Sequence[Sequence[int]] | None  # sequences that never occur
     seed: int | None  # unset: a fresh one, found in the answer
     stop: str | Sequence[str] | None  # strings that end the answer
     stop_token_ids: Sequence[int] | None
@@ -46,13 +46,13 @@ class GenerateOptions(TypedDict, total=False):
     json_schema: str | Mapping[str, object] | None
     regex: str | None
     grammar: str | None  # Lark
-    prediction: str | None  # of the answer, which comes faster as far as this is right
+    prediction: str | None  # of the answer; parts that match it are generated faster
     tools: Sequence[Tool] | None  # for a chat; Answer.tool_calls has the calls
     tool_choice: str | None  # "auto", "none", "required", or the name of the one to call
     cache_salt: str | None  # requests share cached pages only under the same salt
-    cache_ttl: int | None  # seconds for which the prompt's cached pages are evicted later
+    cache_ttl: int | None  # seconds for which the prompt's cached pages are retained
     priority: int | None  # the lower, the earlier it is admitted; unset: 0
-    # Allows cached answers to questions that are at least so similar (cosine).
+    # Allows cached answers to questions of at least this cosine similarity.
     semantic_similarity: float | None
     request_id: str | None  # for logs; unset: the router chooses
     timeout: float | None  # seconds for the whole answer; unset: no limit
@@ -171,8 +171,9 @@ def _request(options: GenerateOptions, **prompt: Any) -> inference_pb2.GenerateR
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
     given: dict[str, Any] = {name: each for name, each in options.items() if each is not None}
     if sum(name in given for name in _STRUCTURES) > 1:
-        raise InvalidRequest("at most one of json_schema, regex and grammar", field="json_schema")
-    # A schema may be given as values.
+        message = "at most one of json_schema, regex and grammar may be set"
+        raise InvalidRequest(message, field="json_schema")
+    # A schema may be a dict.
     if not isinstance(given.get("json_schema", ""), str):
         given["json_schema"] = json.dumps(given["json_schema"])
     if isinstance(stop := given.get("stop"), str):
@@ -198,11 +199,11 @@ def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParameters:
 
 @contextmanager
 def _values_checked() -> Iterator[None]:
-    """Raises InvalidRequest for a number or a text that its field cannot hold."""
+    """Raises InvalidRequest for a number or text that its field cannot hold."""
     try:
         yield
     except UnicodeEncodeError as error:
-        # Input of a terminal or a pipe that is not UTF-8 is lone surrogates in a str.
+        # Terminal or pipe input that is not UTF-8 becomes lone surrogates in a str.
         raise InvalidRequest(
             f"a text cannot be written in UTF-8: {error.reason} at character {error.start}"
         ) from error

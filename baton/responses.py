@@ -1,4 +1,4 @@
-"""The values of an answer, and how a stream of messages becomes them."""
+"""The values of an answer, and the builder that makes them from a stream of messages."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
-    index: int = 0  # of the answer, where there are several
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if requested
+    index: int = 0  # of the answer, if there are several
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
     reasoning: str = ""  # text of the model's reasoning
     tool_calls: tuple[inference_pb2.ToolCallDelta, ...] = ()
-    # With an answer's first delta: one a prompt token but the first, if requested.
+    # In an answer's first delta: one per prompt token except the first, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -53,16 +53,15 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int  # of all answers together
-    cached_tokens: int = 0  # of the prompt's, those not computed again
-    fetched_tokens: int = 0  # of the cached, those fetched from another worker
-    # Guessed by the server (speculation), of all answers: right, and wrong.
+    cached_tokens: int = 0  # prompt tokens that were not computed again
+    fetched_tokens: int = 0  # cached tokens that were fetched from another worker
+    # The server's right and wrong guesses (speculation) in all answers.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
-    # Of answers from the response cache: "exact" or "semantic", and their seconds since they were
-    # computed.
+    # For answers from the response cache: "exact" or "semantic", and their age in seconds.
     response_cache: str = ""
     response_age: float = 0.0
-    response_similarity: float = 0.0  # of the two questions, where they are not the same
+    response_similarity: float = 0.0  # of the two questions, if they differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +86,17 @@ class Choice:
     finish_reason: FinishReason
     stop: str  # the stop string that ended the answer, if one did
     seed: int  # a request with this seed and n=1 has this answer
-    placements: tuple[Placement, ...]  # one an attempt
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if requested
+    placements: tuple[Placement, ...]  # one per attempt
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
     reasoning: str = ""  # text of the model's reasoning
     tool_calls: tuple[ToolCall, ...] = ()  # requested by the model
-    # One a prompt token but the first, if requested.
+    # One per prompt token except the first, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer; of several the first. `choices` has all, in order."""
+    """A whole answer, the first if there are several. `choices` has all, in order."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -109,12 +108,12 @@ class Answer:
     seed: int  # the caller's, or one drawn at random
     prefill_worker: str
     decode_worker: str  # empty if the first token was the last
-    placements: tuple[Placement, ...]  # one an attempt
+    placements: tuple[Placement, ...]  # one per attempt
     choices: tuple[Choice, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if requested
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
     reasoning: str = ""  # text of the model's reasoning
     tool_calls: tuple[ToolCall, ...] = ()  # requested by the model
-    # One a prompt token but the first, if requested.
+    # One per prompt token except the first, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -122,7 +121,7 @@ class AnswerBuilder:
     """Folds the messages of one Generate call, in order, into an Answer."""
 
     def __init__(self) -> None:
-        self.started: inference_pb2.Started | None = None  # the last, where the stream was resumed
+        self.started: inference_pb2.Started | None = None  # the latest, if the stream was resumed
         self._deltas: defaultdict[int, list[Delta]] = defaultdict(list)
         self._finished: dict[int, inference_pb2.Finished] = {}
 
@@ -237,7 +236,7 @@ def _placement(item: inference_pb2.Placement) -> Placement:
 
 
 def timing_of(trailer: Metadata) -> timing_pb2.RequestTiming:
-    """The ledger that a call's trailer ends with (router/observe/time_breakdown.py packs it)."""
+    """Unpacks the timing in a call's trailer (router/observe/time_breakdown.py packs it)."""
     for key, value in trailer:
         if key == _TIMING_KEY and isinstance(value, bytes):
             return timing_pb2.RequestTiming.FromString(value)

@@ -1,4 +1,4 @@
-"""What both clients' streams share, and how one source makes a coroutine or a blocking method."""
+"""The base of both clients' streams, and the decorator that makes a coroutine method blocking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine that never suspends."""
+    """Runs a coroutine that never suspends, and returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -107,7 +107,7 @@ class StreamCalls:
         return request
 
     async def _receive(self) -> inference_pb2.GenerateResponse | None:
-        """The next message; None at a good end."""
+        """The next message; None after a complete stream."""
         raise NotImplementedError
 
     async def _next(self) -> Delta | None:

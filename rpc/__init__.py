@@ -1,5 +1,5 @@
-"""gRPC among the cluster's processes: connections (in TLS both ways where there are certificates),
-and errors as statuses, redacted. baton/connection.py unpacks the statuses."""
+"""gRPC between the cluster's processes: connections (mutual TLS if there are certificates), and
+errors as redacted statuses, which baton/connection.py unpacks."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _PRIVATE = re.compile(
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer whose host is gone sends nothing: ask.
+    # A peer whose host is gone sends nothing, so ping it.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # The shortest time an attempt to connect may take: a busy peer is slow to answer.
+    # Minimum timeout of an attempt to connect, since a busy peer is slow to answer.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Each link has a connection of its own.
@@ -80,7 +80,7 @@ def _credentials(identity: Identity) -> grpc.ChannelCredentials:
 
 
 def listen(server: grpc.aio.Server, address: str, identity: Identity | None) -> int:
-    """Returns the port; raises RuntimeError when it is taken."""
+    """Adds an address to the server. Returns its port; raises RuntimeError if it is taken."""
     if identity is None:
         return server.add_insecure_port(address)
     credentials = grpc.ssl_server_credentials(
@@ -96,8 +96,8 @@ def redact(text: str) -> str:
 
 
 def redact_error(error: BatonError) -> BatonError:
-    """The error as a caller may see it. A caller's own mistake holds only what the caller sent,
-    and stays as it is."""
+    """The error as a caller may see it. A caller's own mistake holds only what the caller sent, and
+    is returned unchanged."""
     if error.http_status < 500:
         return error
     return type(error)(redact(error.message), field=error.field, retry_after=error.retry_after)
@@ -133,8 +133,8 @@ def _shorten(message: str) -> str:
 
 
 def public_error(error: Exception) -> BatonError:
-    """What a caller sees of an error. An unexpected one is logged and becomes Internal. Deadlines
-    that are too near, of which there may be thousands in overload, are in the metrics alone."""
+    """The error as a caller may see it. An unexpected one is logged and becomes Internal. Missed
+    deadlines are not logged, since overload may cause thousands; the metrics count them."""
     if not isinstance(error, BatonError):
         log.error("a request failed unexpectedly", exc_info=error)
         error = Internal("the server failed; its log has the details")

@@ -68,7 +68,7 @@ def test_a_url_is_no_address_of_a_router(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--address", "http://127.0.0.1:8000"])
     assert result.exit_code == 1
     assert result.stderr == (
-        "baton: 'http://127.0.0.1:8000' is a URL; a router's address is HOST:PORT, that of its"
+        "baton: 'http://127.0.0.1:8000' is a URL; give HOST:PORT of a router's"
         " gRPC API, such as 127.0.0.1:50051\n"
     )
 
