@@ -2,6 +2,6 @@
 
 import os
 
-# Else gRPC logs every closed connection to stderr. It reads this when it is imported. A value set
-# for debugging is kept.
+# Keeps gRPC from logging every closed connection to stderr. gRPC reads this when it is imported. A
+# value set for debugging is kept.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,7 +1,7 @@
 """`baton`: every command, registered.
 
-A command's module imports at its top what is quick to import; torch, ray, transformers and httpx
-only inside the command that needs them.
+A command's module imports torch, ray, transformers and httpx only inside the command that needs
+them, so that other commands start quickly.
 """
 
 from __future__ import annotations

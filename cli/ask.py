@@ -21,8 +21,8 @@ from baton.request_builder import GenerateOptions
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
 
 SAMPLING = {
-    "model": option(str, "A model or an adapter by its name; needed where there are several."),
-    "max_tokens": option(int, "Most tokens. (default: the model's, or what fits)", min=1),
+    "model": option(str, "Name of a model or an adapter; required if several are served."),
+    "max_tokens": option(int, "Maximum tokens. (default: the model's, or what fits)", min=1),
     "temperature": option(float, "0 takes the likeliest token. (default: the model's, or 0)"),
     "top_k": option(int, "Sample from the k likeliest tokens.", min=0),
     "top_p": option(float, "Sample from the likeliest tokens up to this probability."),
@@ -33,7 +33,7 @@ SAMPLING = {
 GENERATION = SAMPLING | {
     "presence_penalty": option(float, "Above 0 avoids tokens of the answer."),
     "frequency_penalty": option(float, "Above 0 avoids tokens by their count in the answer."),
-    "stop": option(list[str], "Ends the answer. Repeatable.", metavar="TEXT"),
+    "stop": option(list[str], "Text that ends the answer. Repeatable.", metavar="TEXT"),
     "timeout": option(float, "Give up after this long.", metavar="SECONDS"),
 }
 
@@ -72,7 +72,7 @@ class Playback:
                 _write("\n")
 
     def note_summary(self) -> None:
-        """Prints, in a terminal, the count and rate of the tokens."""
+        """Prints the tokens' count and rate if stderr is a terminal."""
         if not sys.stderr.isatty():
             return
         count = self._stream.answer.usage.completion_tokens
@@ -123,7 +123,7 @@ def _read_prompt(argument: str | None) -> str:
 
 
 def _piped() -> TextIO:
-    """Standard input. Whatever the locale, a request with text that is not UTF-8 is refused."""
+    """Standard input as UTF-8 in any locale. A request with other text is refused later."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     return sys.stdin
@@ -138,7 +138,7 @@ def _start(
         opening = [] if system is None else [Message("system", system)]
         return client.stream_chat([*opening, Message("user", prompt)], **wanted)
     if system is not None:
-        raise typer.BadParameter("needs a chat, and this is plain text", param_hint="--system")
+        raise typer.BadParameter("needs a chat, but this is plain text", param_hint="--system")
     return client.stream(prompt, **wanted)
 
 

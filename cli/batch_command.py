@@ -1,6 +1,6 @@
 """`baton batch`: runs a file of requests, as the OpenAI API's batches, against a running cluster.
 
-The file of results says what is done: a run that was cut off continues where it ended.
+The results file shows which requests are done, so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 GIVE_UP_SECONDS = 120.0
-"""Without any answer for this long, a run ends."""
+"""A run ends after this long without any answer."""
 
 LONGEST_PAUSE = 10.0
 
 
 def batch(
     requests: Path = Argument(metavar="IN", help="Requests, as lines of JSON.", dir_okay=False),
-    results: Path = Argument(metavar="OUT", help="Their results; what is there is not run again."),
+    results: Path = Argument(
+        metavar="OUT", help="Their results; finished requests are not repeated."
+    ),
     url: str = Option(DEFAULT_URL, help="The router's HTTP address."),
     concurrency: int = Option(16, min=1, help="Requests at once."),
     api_key: str | None = Option(None, help=f"(default: {API_KEY_VARIABLE})", show_default=False),
     as_json: AsJson = False,
 ) -> None:
-    """Run a file of requests below all others, and continue a run that was cut off.
+    """Run a file of requests with the lowest priority, or continue an interrupted run.
 
     Lines are as in the OpenAI API: {"custom_id": "1", "method": "POST", "url":
-    "/v1/chat/completions", "body": {...}}. Exits with 1 where requests were refused.
+    "/v1/chat/completions", "body": {...}}. Exits with 1 if requests were refused.
     """
     from baton.cli.load_run import access, base_url, served_model
 
@@ -57,7 +59,7 @@ def batch(
     done = _done(results)
     key = given_key(api_key)
     base = base_url(url)
-    served_model(base, key)  # or nobody answers there
+    served_model(base, key)  # raises if no router answers
     with results.open("ab", buffering=0) as out, progress() as shown:
         task = shown.add_task("answered", total=total, completed=len(done), summary="")
         run = _Run(pending_lines(requests, done), out, shown, task, time.monotonic())
@@ -73,7 +75,7 @@ def batch(
 
 
 def _check(requests: Path) -> int:
-    """The number of lines; raises InvalidRequest with the first wrong one."""
+    """Returns the number of lines. Raises InvalidRequest with the first wrong one."""
     try:
         total, wrong = check_lines(requests)
     except OSError as error:
@@ -110,11 +112,11 @@ class _Run:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for _ in range(concurrency):
-                        tasks.create_task(self._some(client))
+                        tasks.create_task(self._run_lines(client))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
 
-    async def _some(self, client: httpx.AsyncClient) -> None:
+    async def _run_lines(self, client: httpx.AsyncClient) -> None:
         for line in self.pending:
             response = await self._answer(client, line)
             request_id = response.headers.get("x-request-id", "")
@@ -126,7 +128,7 @@ class _Run:
             self.shown.update(self.task, advance=1, summary=summary)
 
     async def _answer(self, client: httpx.AsyncClient, line: BatchLine) -> httpx.Response:
-        """Tries again where that may help."""
+        """Sends a line, again after transient failures."""
         import httpx
 
         pause, why = 0.5, ""

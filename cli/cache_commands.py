@@ -12,7 +12,7 @@ from baton.connection import DEFAULT_ADDRESS
 from baton.v1 import cluster_pb2
 
 VERIFIED = ("refused", "false refused", "right refused")
-"""What a verification would have refused, of the hits that were verified."""
+"""Columns about verified hits that a verification would have refused."""
 
 cache = typer.Typer(help="Manage the response cache.", no_args_is_help=True)
 
@@ -38,7 +38,7 @@ def report(
         0.01, min=0.0001, max=1.0, help="Propose a similarity for this share of false hits."
     ),
     same_answer: float = Option(
-        0.9, min=0.01, max=1.0, help="Least similarity of two answers that say the same."
+        0.9, min=0.01, max=1.0, help="Minimum similarity of two answers that say the same."
     ),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,

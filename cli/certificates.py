@@ -1,7 +1,7 @@
-"""Certificates for development: two authorities, a node and a client (core/tls.py).
+"""Makes certificates for development: two authorities, a node and a client (core/tls.py).
 
-Keys are elliptic curves (P-256). An existing authority is used again, so that new nodes and
-certificates fit the old ones.
+Keys are on the elliptic curve P-256. An existing authority is reused, so that new certificates work
+with the old ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 
 @dataclass(frozen=True, slots=True)
 class KeyedCertificate:
-    """A certificate, and the key that proves it."""
+    """A certificate and its private key."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -39,8 +39,8 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
     named = [x509.SubjectAlternativeName([_host(host) for host in hosts])] if hosts else []
     both = x509.ExtendedKeyUsage([_SERVER, _CLIENT])
     _write(folder, NODE, _issue(f"baton {NODE}", days, nodes, both, *named))
-    alone = x509.ExtendedKeyUsage([_CLIENT])
-    _write(folder, CLIENT, _issue(f"baton {CLIENT}", days, clients, alone))
+    client_only = x509.ExtendedKeyUsage([_CLIENT])
+    _write(folder, CLIENT, _issue(f"baton {CLIENT}", days, clients, client_only))
 
 
 def _authority(folder: Path, name: str, title: str, days: int) -> KeyedCertificate:
@@ -57,7 +57,7 @@ def _authority(folder: Path, name: str, title: str, days: int) -> KeyedCertifica
 def _issue(
     title: str, days: int, authority: KeyedCertificate | None, *extensions: x509.ExtensionType
 ) -> KeyedCertificate:
-    """Signed by `authority`; None makes an authority."""
+    """Issues a certificate signed by `authority`, or without one a new authority's."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
     now = datetime.now(UTC)
@@ -105,7 +105,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _write(folder: Path, name: str, made: KeyedCertificate) -> None:
-    """The key is readable by its owner alone."""
+    """Writes the certificate, and the key, which only its owner may read."""
     path = key_path(folder, name)
     path.touch(mode=0o600)
     path.chmod(0o600)

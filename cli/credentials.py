@@ -1,4 +1,4 @@
-"""`baton keys` and `baton certs`: what `baton serve --keys` and `--tls` use."""
+"""`baton keys` and `baton certs`: make what `baton serve --keys` and `--tls` use."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def add(
     rate: float = Option(0.0, min=0.0, help="Calls a second. (default: no limit)"),
     concurrency: int = Option(0, min=0, help="Concurrent answers. (default: no limit)"),
     priority: int = Option(
-        0, min=-MAX_PRIORITY, max=MAX_PRIORITY, help="The least of its requests: none goes before."
+        0, min=-MAX_PRIORITY, max=MAX_PRIORITY, help="The lowest number its requests may have."
     ),
     semantic_similarity: float | None = Option(
         None,
         "--semantic-similarity",
         min=0.0,
         max=1.0,
-        help="Allow cached answers to questions that are at least so similar. (default: none)",
+        help="Allow cached answers to questions of at least this similarity. (default: none)",
     ),
     admin: bool = Option(False, "--admin", help="May also drain workers and see others' requests."),
     model: list[str] | None = Option(
@@ -102,7 +102,7 @@ def _described(key: ApiKey) -> str:
         f"{key.rate:g} calls a second" if key.rate else "",
         f"{key.concurrency} answers at once" if key.concurrency else "",
         f"priority {key.priority} or later" if key.priority else "",
-        f"answers to similar questions from {key.semantic_similarity:g}"
+        f"cached answers from similarity {key.semantic_similarity:g}"
         if key.semantic_similarity is not None
         else "",
         "admin" if key.admin else "",
@@ -112,12 +112,12 @@ def _described(key: ApiKey) -> str:
 
 
 def certs(
-    folder: Path = Argument(Path("certs"), help="The target. (default: certs)"),
+    folder: Path = Argument(Path("certs"), help="The folder to fill. (default: certs)"),
     host: list[str] | None = Option(None, help="Another name or address of a node. Repeatable."),
     days: int = Option(365, min=1, help="Days of validity."),
     as_json: AsJson = False,
 ) -> None:
-    """Make certificates for development. An existing authority is used again."""
+    """Make certificates for development. An existing authority is reused."""
     from baton.cli.certificates import make_certificates
 
     hosts = dict.fromkeys((*_OWN_HOSTS, socket.gethostname(), *(host or ())))

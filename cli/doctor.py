@@ -1,4 +1,4 @@
-"""`baton doctor`: whether this host can serve, and how pages travel on it.
+"""`baton doctor`: checks whether this host can serve, and how fast it moves pages.
 
 A check has a verdict, a finding and advice:
 
@@ -37,14 +37,14 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 SHARED_MEMORY = "/dev/shm"
 LEAST_SHARED_BYTES = 512 << 20
 
-# Beyond these a quantized model is not as good as its original.
+# A quantized model beyond these limits is worse than its original.
 MOST_PERPLEXITY, LEAST_AGREEMENT = 0.01, 0.97
 
-# Page bytes, pages and pushes, as of a small and a large model.
+# Page bytes, pages and pushes: on CPUs those of a small model, on GPUs those of a large one.
 _PROBES = {"cpu": (64 << 10, 256, 10), "cuda": (2 << 20, 128, 20)}
 
 _ADVICE = {
-    "auto": "install nixl for CPU memory; on a GPU see that nothing else fills its memory",
+    "auto": "install nixl for CPU memory; on a GPU check that nothing else fills its memory",
     "nixl": "install nixl; it brings its own UCX",
     "cuda_ipc": "set transport: auto to fall back on NIXL",
 }
@@ -61,10 +61,10 @@ class Check:
 def doctor(
     config: Path | None = Option(None, metavar="FILE", help="The cluster's YAML file."),
     exposed: bool = Option(
-        False, "--exposure", help="List instead what the running cluster listens on here."
+        False, "--exposure", help="Only list what the running cluster listens on here."
     ),
     quality: bool = Option(
-        False, "--quality", help="Compare instead the model as configured with itself in float32."
+        False, "--quality", help="Only compare the configured model with itself in float32."
     ),
     as_json: AsJson = False,
 ) -> None:
@@ -102,7 +102,7 @@ def _print(check: Check) -> None:
 
 
 def run_checks(config: Config) -> Iterator[Check]:
-    """Every check, each yielded when it is done."""
+    """Runs every check, and yields each when it is done."""
     yield from check_packages()
     device, found = check_device(config)
     yield found
@@ -176,7 +176,7 @@ def check_device(config: Config) -> tuple[str, Check]:
         advice = f"torch is built for CUDA {torch.version.cuda}: check nvidia-smi and the driver"
         if torch.version.cuda is None:
             advice = "this torch is built for CPUs: install one that is built for CUDA"
-        return "cpu", Check("fail", "device", "device is cuda, and torch sees no GPU", advice)
+        return "cpu", Check("fail", "device", "device is cuda, but torch sees no GPU", advice)
     if config.device == "cpu" or not names:
         dtype = choose_dtype(config.dtype, "cpu")
         found = f"CPU, {os.cpu_count()} cores: {describe_cpu(dtype)}"
@@ -185,7 +185,7 @@ def check_device(config: Config) -> tuple[str, Check]:
 
 
 def check_memory(config: Config, device: str) -> Check:
-    """Whether the page pools of one worker of each role and model fit. Weights come on top."""
+    """Checks that the page pools of one worker of each role and model fit. Weights come on top."""
     settled = [settle(each, device) for each in configs.served_configs(config)]
     wanted = sum(
         each.prefill.kv_memory + each.decode.kv_memory + each.draft_kv_memory for each in settled
@@ -206,8 +206,8 @@ def _free_bytes(device: str) -> int:
 
 
 def _available_bytes(meminfo: str) -> int:
-    """Memory that processes can still take: more than what is free, since Linux keeps files in
-    most of that and gives it back."""
+    """Memory that processes can still allocate: free memory and the page cache, which Linux gives
+    back."""
     fields = dict(line.split(":", 1) for line in meminfo.splitlines())
     return int(fields["MemAvailable"].split()[0]) << 10
 
@@ -233,7 +233,7 @@ def check_ports(config: Config) -> Iterator[Check]:
 
 
 def check_shared_memory() -> Check:
-    """Ray's object store and UCX both live there."""
+    """Checks /dev/shm, which Ray's object store and UCX use."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -253,7 +253,7 @@ def check_transports(config: Config, device: str) -> Iterator[Check]:
 
 
 def _probe(wanted: str, device: str, subject: str, verdict: Verdict) -> Check:
-    """`verdict` is for the case that no page can be moved."""
+    """Measures one transport. `verdict` applies if no page can be moved."""
     from baton.cli.transfer_probe import measure
     from baton.kv_transfer.routed_transport import choose_transport
 

@@ -1,4 +1,4 @@
-"""What Baton's and Ray's processes on this machine listen on, and who can reach it."""
+"""Lists what Baton's and Ray's processes on this machine listen on, and who can reach it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exposure() -> list[Listener]:
 
 
 def listeners(pid: int) -> set[tuple[str, int]]:
-    """The addresses and TCP ports that a process listens on; none when it has ended."""
+    """The addresses and TCP ports that a process listens on; empty if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         links = _open_files(pid)
         return {where for link, where in _listening(pid) if link in links}
@@ -62,7 +62,7 @@ def _program(title: str) -> str:
 
 
 def _listening(pid: int) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Listening sockets of the process's network: the link of each, and its address."""
+    """The link and address of each listening socket in the process's network namespace."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()

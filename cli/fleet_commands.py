@@ -1,9 +1,9 @@
-"""`baton scale`, `role`, `plan`, `drain`, `restart`, `leave` and `stop`: what changes a cluster.
+"""`baton scale`, `role`, `plan`, `drain`, `restart`, `leave` and `stop`: change a running cluster.
 
-A restart makes new processes of all workers, one by one, under load. Each worker accepts nothing
-new, finishes or migrates its requests, and exits; Ray starts it again, and the next one follows
-when it is usable. Prefill and decode alternate, so that in a change of version there is a pair of
-the new one from the second worker on.
+`restart` replaces the processes of workers one by one, under load. Each worker accepts nothing new,
+finishes or migrates its requests, and exits; Ray starts it again, and the next one follows when it
+is usable. Prefill and decode alternate, so that an upgrade has a pair of the new version from the
+second worker on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def scale(
     prefill: int | None = Option(None, min=1, help="Prefill workers. (default: unchanged)"),
     decode: int | None = Option(None, min=1, help="Decode workers. (default: unchanged)"),
     model: ModelName = "",
-    wait: bool = Option(True, help="Wait until the pools are as wanted."),
+    wait: bool = Option(True, help="Wait until the pools have these sizes."),
     timeout: float = Option(600.0, help="Seconds to wait."),
     as_json: bool = Option(
         False, "--json", help="Print the pools as a line of JSON at each change."
@@ -59,10 +59,11 @@ def scale(
     with Client(address) as client:
         pools = show(client.scale(prefill, decode, model=model))
         if wait:
-            lack = lambda pools: lack_of_workers(pools.workers)  # noqa: E731
-            pools = wait_for(lambda: show(client.pools()), lack, timeout)
+            pools = wait_for(
+                lambda: show(client.pools()), lambda seen: missing_workers(seen.workers), timeout
+            )
     if not as_json:
-        how = "are wanted" if lack_of_workers(pools.workers) else "serve"
+        how = "are wanted" if missing_workers(pools.workers) else "serve"
         own = next((each for each in pools.models if each.model == model), pools)
         typer.echo(f"{own.prefill} prefill and {own.decode} decode workers {how}")
 
@@ -97,7 +98,7 @@ def _progress(pools: cluster_pb2.PoolsResponse) -> dict[str, str]:
     return {worker.worker_id: worker.error or worker.progress for worker in pools.workers}
 
 
-def lack_of_workers(workers: Iterable[cluster_pb2.PooledWorker]) -> str:
+def missing_workers(workers: Iterable[cluster_pb2.PooledWorker]) -> str:
     late = [
         f"{worker.worker_id} ({worker.error or worker.progress})"
         for worker in workers
@@ -154,14 +155,14 @@ def _plan_lines(
     limit: int,
     now: float,
 ) -> Iterator[str]:
-    """`late` are the workers that do not serve yet, or not any more."""
+    """`late` are the workers that do not serve yet, or are leaving."""
     if not planned.enabled:
         yield "no planner runs here; `baton serve --plan` starts one"
         return
     acts = "changes the pools" if planned.acts else "only reports what it would do"
     yield (
         f"the planner {acts}: first token within {planned.ttft:g} s, {1e3 * planned.itl:g} ms"
-        f" between two, at least {planned.least_prefill} + {planned.least_decode} workers, at"
+        f" between tokens, at least {planned.least_prefill} + {planned.least_decode} workers, at"
         f" most {planned.most_workers}"
     )
     if planned.HasField("last"):
@@ -195,7 +196,7 @@ def leave(
 
 
 def stop(
-    cluster: str = Argument("", help="As `baton serve` named it. (default: the only one)"),
+    cluster: str = Argument("", help="Its name in `baton serve`. (default: the only one)"),
     ray_address: RayAddress = "auto",
     wait: float = Option(60.0, help="Seconds that answers may take to end."),
     yes: bool = Option(False, "--yes", help="Do not ask."),
@@ -203,7 +204,7 @@ def stop(
 ) -> None:
     """Stop a detached cluster. Running requests may end; Ctrl-C ends them at once.
 
-    In a terminal it asks first, unless the cluster is named.
+    Asks first in a terminal, unless the cluster is named.
     """
     from baton.cluster.stopping import find_detached, stop_detached
 
@@ -221,7 +222,7 @@ def stop(
 def drain(
     worker: Worker,
     last: bool = Option(
-        False, "--last", help="Also the only worker of a pool. It is not replaced."
+        False, "--last", help="Drain even the only worker of a pool. It is not replaced."
     ),
     wait: float = Option(60.0, help="Seconds to wait for the worker to exit."),
     as_json: AsJson = False,
@@ -229,10 +230,10 @@ def drain(
 ) -> None:
     """Make a worker accept nothing new, finish or migrate its requests, and exit."""
 
-    def lack(status: StatusResponse) -> str:
+    def missing(status: StatusResponse) -> str:
         # A worker that is back has a new process, which is not draining.
-        there = _find(status.workers, worker)
-        return f"{worker} still finishes its requests" if there and there.draining else ""
+        found = _find(status.workers, worker)
+        return f"{worker} still finishes its requests" if found and found.draining else ""
 
     with Client(address) as client:
         workers = list(client.status().workers)
@@ -244,16 +245,16 @@ def drain(
             )
         client.drain(worker)
         note(f"{worker} accepts no new requests")
-        wait_for(client.status, lack, wait)
+        wait_for(client.status, missing, wait)
     print_result({"worker": worker, "drained": True}, f"{worker} is drained", as_json)
 
 
 def restart(
     workers: list[str] | None = Argument(
-        None, metavar="[WORKER]...", help="As `baton status` names them; all by default."
+        None, metavar="[WORKER]...", help="Names from `baton status`. (default: all)"
     ),
     last: bool = Option(
-        False, "--last", help="Also the only worker of a pool. Requests wait for it."
+        False, "--last", help="Restart even the only worker of a pool. Requests wait for it."
     ),
     wait: float = Option(600.0, help="Seconds to wait for each worker."),
     as_json: bool = Option(False, "--json", help="Print a line of JSON for each worker."),
@@ -295,16 +296,16 @@ def _restart(client: Client, name: str, last: bool, seconds: float) -> None:
     note(f"{name} accepts no new requests")
     incarnation = before.incarnation
 
-    def lack(status: StatusResponse) -> str:
+    def missing(status: StatusResponse) -> str:
         if is_back(list(status.workers), name, incarnation):
             return ""
         if error := _start_error(client, name):
             raise Unavailable(
-                f"{name} cannot start again; those after it were not touched: {error}"
+                f"{name} cannot start again; the workers after it were not restarted: {error}"
             )
         return f"{name} is not back yet"
 
-    wait_for(client.status, lack, seconds)
+    wait_for(client.status, missing, seconds)
 
 
 def _start_error(client: Client, name: str) -> str:
@@ -317,11 +318,11 @@ def _start_error(client: Client, name: str) -> str:
 
 
 def is_back(workers: list[WorkerStatus], name: str, before: int) -> bool:
-    """Whether a worker is usable again, as another process than `before`."""
+    """True if a worker is usable again, in another process than `before`."""
     worker = _find(workers, name)
     if worker is None or worker.incarnation == before or not _is_usable(worker):
         return False
-    # It must exchange pages with a worker that it fits. The first of a new version fits none.
+    # It must be connected to a worker that it fits. The first of a new version fits none.
     model = worker.member.model
     workers = [other for other in workers if other.member.model == model]
     others = [other for other in workers if other.member.role != worker.member.role]
@@ -335,7 +336,7 @@ def is_back(workers: list[WorkerStatus], name: str, before: int) -> bool:
 
 
 def _is_last(workers: Iterable[WorkerStatus], worker: WorkerStatus) -> bool:
-    """Whether no other worker of the same role and model is usable."""
+    """True if no other worker of the same role and model is usable."""
     return not any(
         other.member.role == worker.member.role
         and other.member.model == worker.member.model
@@ -348,9 +349,9 @@ def _is_last(workers: Iterable[WorkerStatus], worker: WorkerStatus) -> bool:
 def _is_usable(worker: WorkerStatus) -> bool:
     load = worker.load
     reported = load.free_pages or load.leased_pages or load.quarantined_pages
-    # A worker that fits none has a fault too, but is sound.
-    sound = not worker.fault or bool(worker.misfits)
-    return worker.attached and bool(reported) and sound and not worker.draining
+    # A worker that fits no other has a fault too, but is healthy.
+    healthy = not worker.fault or bool(worker.misfits)
+    return worker.attached and bool(reported) and healthy and not worker.draining
 
 
 def _find(workers: Iterable[WorkerStatus], name: str) -> WorkerStatus | None:

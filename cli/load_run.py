@@ -1,4 +1,4 @@
-"""A run of load: streamed calls to a server of the OpenAI API, and the report of their times."""
+"""A load test: streamed calls to a server of the OpenAI API, and the report of their times."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Target:
 
 
 def base_url(url: str) -> str:
-    """Accepts a URL with or without /v1."""
+    """Returns the URL of the API. Accepts one with or without /v1."""
     if not url.startswith(("http://", "https://")):
-        raise InvalidRequest(f"{url!r} is no URL; write http://{url.partition('://')[2] or url}")
+        raise InvalidRequest(f"{url!r} is not a URL; write http://{url.partition('://')[2] or url}")
     return f"{url.rstrip('/').removesuffix('/v1')}/v1/"
 
 
@@ -132,7 +132,7 @@ async def _complete(call: Call, client: httpx.AsyncClient, body: dict[str, objec
         async with client.stream("POST", "chat/completions", json=body) as response:
             if response.is_error:
                 await response.aread()
-                call.error = _problem(response)
+                call.error = _error_text(response)
             else:
                 await _receive(call, response, start)
     except httpx.HTTPError as error:
@@ -158,7 +158,7 @@ async def _receive(call: Call, response: httpx.Response, start: float) -> None:
             call.output_tokens = usage["completion_tokens"]
     call.ttft = times[0] if times else 0.0
     call.gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    # A server that counts no tokens sends one in each delta.
+    # Without a count from the server, assume one token per delta.
     call.output_tokens = call.output_tokens or len(times)
 
 
@@ -170,7 +170,7 @@ def _has_text(event: dict[str, Any]) -> bool:
     return bool(delta.get("content") or delta.get("reasoning_content"))
 
 
-def _problem(response: httpx.Response) -> str:
+def _error_text(response: httpx.Response) -> str:
     try:
         return f"{response.status_code}: {response.json()['error']['message']}"
     except (ValueError, LookupError, TypeError):

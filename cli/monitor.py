@@ -54,9 +54,9 @@ def _status(client: Client, timeout: float = CALL_SECONDS) -> RenderableType:
 
 
 def top(
-    seconds: float = Option(1.0, min=0.2, metavar="SECONDS", help="Between two refreshes."),
+    seconds: float = Option(1.0, min=0.2, metavar="SECONDS", help="Time between refreshes."),
     once: bool = Option(False, "--once", help="Print once and exit."),
-    model: str = Option("", help="Of several models, which. (default: the busiest)"),
+    model: str = Option("", help="The model's name. (default: the busiest)"),
     as_json: bool = Option(False, "--json", help="Print the data once, and exit."),
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -88,7 +88,7 @@ def _overview(client: Client, model: str) -> Overview:
 
 def why(
     request_id: str | None = Argument(
-        None, metavar="REQUEST_ID", help="As in x-request-id; none lists the latest."
+        None, metavar="REQUEST_ID", help="As in x-request-id. (default: list the latest)"
     ),
     limit: int = Option(20, min=1, max=1000, help="Requests to list."),
     as_json: AsJson = False,
@@ -110,7 +110,7 @@ def why(
 
 
 def diagnose(
-    model: str = Option("", help="Of several models, which. (default: the busiest)"),
+    model: str = Option("", help="The model's name. (default: the busiest)"),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`baton serve`: a whole cluster, from one command to Ctrl-C."""
+"""`baton serve`: runs a whole cluster until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WATCH_SECONDS = 1.0
 
 
 _PATHS: dict[str, list[str]] = {}
-"""The keys that each flag sets."""
+"""The configuration keys that each flag sets."""
 
 
 def _config_flags() -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _config_flags() -> dict[str, Any]:
         help_text = f"{key.meaning} (default: {key.default})" if shown else key.meaning
         kind = str if key.type is Size else key.type
         if key.path == "model":
-            kind, help_text = list[str], f"{help_text} Several serve beside each other."
+            kind, help_text = list[str], f"{help_text} Repeatable: several models are served."
         flags[name] = option(kind, help_text, key.flag)
     return flags
 
@@ -59,14 +59,13 @@ def serve(
     *,
     ray_address: str = Option("", help="A Ray cluster to join. (default: start a local one)"),
     detach: bool = Option(
-        False, "--detach", help="Return when it serves; see `baton stop`. Needs a Ray."
+        False, "--detach", help="Return once it serves; see `baton stop`. Needs --ray-address."
     ),
     name: str = Option("", help="With --detach: take over a running cluster of this name."),
     adapter: list[str] = Option(
         [],
         metavar="NAME=PATH",
-        help="Serve a LoRA adapter (a folder of PEFT, or of a hub: ORG/REPOSITORY); may be"
-        " repeated.",
+        help="Serve a LoRA adapter: a PEFT folder or a hub's ORG/REPOSITORY. Repeatable.",
     ),
     watch: bool = Option(
         False, "--watch", help="With --detach: stay and report progress until stopped."
@@ -88,18 +87,18 @@ def serve(
     keys = {path: value for flag, value in given.items() for path in _PATHS[flag]}
     loaded = configs.load(config, _with_models(keys))
     if adapter and loaded.models:
-        raise typer.BadParameter("of several models, give `adapters` in the file's `models`")
+        raise typer.BadParameter("with several models, set `adapters` in the file's `models`")
     if adapter:
         adapters = {**loaded.adapters, **dict(map(_named_path, adapter))}
         loaded = dataclasses.replace(loaded, adapters=adapters)
     prepared = preflight.prepare(loaded, workers_here=not ray_address)
-    if not name:  # else they may be those of the running cluster
+    if not name:  # a running cluster of this name may use them
         preflight.check_ports(prepared.router)
     _Session(prepared, ray_address, detach, name, watch).serve()
 
 
 def _with_models(keys: dict[str, object]) -> dict[str, object]:
-    """The keys with one model, or with several by their names."""
+    """Returns the keys with `model`, or with `models` by name if several are given."""
     given = keys.pop("model", None)
     if not isinstance(given, list) or not given:
         return keys
@@ -124,12 +123,12 @@ def _named_path(adapter: str) -> tuple[str, str]:
 
 
 class _Stopped(Exception):
-    """A signal to stop has come."""
+    """Raised after a signal to stop."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """A cluster, as far as this command goes with it."""
+    """Starts a cluster, reports its progress, and stops or leaves it."""
 
     config: Config
     ray_address: str
@@ -207,7 +206,7 @@ class _Session:
                     return
 
     def _print_progress(self, members: list[Member]) -> None:
-        """Prints a line at each progress of a process. There is none until Ray runs."""
+        """Prints a line for each process that progressed. `members` is empty until Ray runs."""
         if self.stopped.is_set():
             raise _Stopped
         if not members:
@@ -221,7 +220,7 @@ class _Session:
 
 
 def instructions(router: Member, config: Config, log_folder: str) -> str:
-    """Commands that work as they are printed."""
+    """What is printed once the cluster serves. Its commands can be pasted."""
     scheme = "https" if config.tls.folder else "http"
     models = configs.served_configs(config)
     name = model_store.model_name(models[0]) if len(models) > 1 else ""  # one must be named then
@@ -242,7 +241,7 @@ Baton serves {", ".join(map(model_store.model_name, models))}.
 
 
 def _engine_note(config: Config) -> str:
-    """What a model costs that has no native engine, or pages in int4, in one line."""
+    """One line on the cost of a model without a native engine, or of pages in int4."""
     note = preflight.engine_note(config)
     return f"{note}\n" if note else ""
 

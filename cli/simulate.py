@@ -1,4 +1,4 @@
-"""`baton simulate`: what a cluster would do with a trace, without one."""
+"""`baton simulate`: predicts how a cluster would serve a trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def simulate(
     itl_slo: float = Option(0.05, help="Seconds between two tokens."),
     copies: int = Option(1, min=1, help="Copies of the trace, replayed together."),
     minutes: float | None = Option(None, help="How long to repeat it. (default: once)"),
-    load: str = Option("1", help="Densities for equal parts of that time: 1,2,1,0.5."),
+    load: str = Option("1", help="Load factors for equal parts of that time: 1,2,1,0.5."),
     plan: bool = Option(False, "--plan", help="Let the planner change the pools, with reasons."),
     max_workers: int | None = Option(
         None, help="The planner's limit. (default: twice the initial workers)"
@@ -43,7 +43,7 @@ def simulate(
     model: list[str] = Option(
         [],
         metavar="NAME=P+D[,PROFILE]",
-        help="Of several models one, with its prefill and decode workers; the trace names models.",
+        help="A model of the trace, with its prefill and decode workers. Repeatable.",
     ),
     as_json: AsJson = False,
 ) -> None:
@@ -93,15 +93,15 @@ def _setup(fleet: ModelFleet, goals: Goals, *, plan: bool) -> Setup:
 def _run(
     setups: dict[str, Setup], trace: list[TraceRequest], traffic: Traffic
 ) -> dict[str, SimulationReport]:
-    """Reports by model. Models share no worker and no queue, so each is simulated alone, with its
-    own requests."""
+    """Returns reports by model. Models share no worker and no queue, so each is simulated alone
+    with its own requests."""
     from baton.planner.simulator import Simulator
     from baton.planner.trace import arrivals, by_model
 
     named = by_model(trace)
     if named.keys() != setups.keys():
         raise InvalidConfig(
-            f"the trace has requests to {_describe(named)}, workers are given for"
+            f"the trace has requests to {_describe(named)}, but workers are given for"
             f" {_describe(setups)} (--model)",
             field="model",
         )

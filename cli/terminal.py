@@ -1,4 +1,4 @@
-"""What commands share: exit codes, output, waiting, and options.
+"""Exit codes, output, waiting and options, shared by all commands.
 
 Exit codes:
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPE_WIDTH = 160
-"""Columns where there is no terminal to fit, so that a pipe gets whole cells."""
+"""Columns without a terminal, so that a pipe gets whole cells."""
 
 _POLL_SECONDS = 0.2
 
@@ -41,9 +41,9 @@ Command = TypeVar("Command", bound=Callable[..., None])
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ModelName = Annotated[
-    str, typer.Option("--model", help="The model's name; needed where several are served.")
+    str, typer.Option("--model", help="The model's name; required if several are served.")
 ]
-Worker = Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status` names it.")]
+Worker = Annotated[str, typer.Argument(metavar="WORKER", help="A name from `baton status`.")]
 RayAddress = Annotated[str, typer.Option(help="The Ray cluster.")]
 
 
@@ -97,7 +97,7 @@ def grid(*left: str, right: Sequence[str] = (), gap: int = 2, **settings: Any) -
 
 
 def refresh(draw: Callable[[], RenderableType], seconds: float, *, screen: bool = False) -> None:
-    """Redraws until Ctrl-C. An error is drawn too: a router may come back."""
+    """Redraws until Ctrl-C. Errors are drawn too, since a router may come back."""
     from rich.live import Live
     from rich.text import Text
 
@@ -113,7 +113,7 @@ def refresh(draw: Callable[[], RenderableType], seconds: float, *, screen: bool 
 
 
 def progress() -> Progress:
-    """A bar on stderr, gone when it ends. Tasks have a `summary`."""
+    """A progress bar on stderr, removed when it ends. Tasks have a `summary`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -128,7 +128,7 @@ def progress() -> Progress:
 
 
 def print_json(value: object, *, in_a_line: bool = False) -> None:
-    """For scripts: messages, enums and plain values, on stdout."""
+    """Prints messages, enums and plain values as JSON for scripts."""
     indent = None if in_a_line else 2
     typer.echo(json.dumps(value, indent=indent, ensure_ascii=False, default=_json_value))
 
@@ -144,8 +144,9 @@ def print_result(fields: object, text: str, as_json: bool) -> None:
         typer.echo(text)
 
 
-def wait_for(look: Callable[[], Seen], lack: Callable[[Seen], str], seconds: float) -> Seen:
-    """Polls `look` until its result lacks nothing; DeadlineExceeded has what it still lacks.
+def wait_for(poll: Callable[[], Seen], missing: Callable[[Seen], str], seconds: float) -> Seen:
+    """Calls `poll` until nothing is `missing` in its result, which it returns. DeadlineExceeded has
+    what is still missing.
 
     A router or controller that is unavailable is asked again.
     """
@@ -153,18 +154,18 @@ def wait_for(look: Callable[[], Seen], lack: Callable[[Seen], str], seconds: flo
     noted = ""
     while True:
         try:
-            seen = look()
+            seen = poll()
         except Unavailable as error:
-            missing = error.message
-            if missing != noted:
-                note(missing)
-            noted = missing
+            why = error.message
+            if why != noted:
+                note(why)
+            noted = why
         else:
-            missing, noted = lack(seen), ""
-            if not missing:
+            why, noted = missing(seen), ""
+            if not why:
                 return seen
         if time.monotonic() >= deadline:
-            raise DeadlineExceeded(missing)
+            raise DeadlineExceeded(why)
         time.sleep(_POLL_SECONDS)
 
 
@@ -189,7 +190,7 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Command], Command]:
             kinds(name, kinds.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in flags.items()
         ]
-        # A copy: typer also looks at annotations, of which the command keeps its own.
+        # A wrapper, since typer also reads annotations and the command must keep its own.
         shown = functools.wraps(command)(lambda *given, **named: command(*given, **named))
         shown.__signature__ = inspect.Signature([*first, *added, *last])  # type: ignore[attr-defined]
         shown.__annotations__ = {}

@@ -1,7 +1,7 @@
 """Measures how fast pages travel between two processes of this host.
 
 A second process serves a pool of its own. Every push moves all pages of the pool, in random order
-at both ends, so that no two travel as one piece. At the end the bytes are checked.
+at both ends, so that no two are moved as one. At the end the bytes are checked.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LAYOUT = PoolLayout(version=1, model="probe")
 
 _Kind = TypeVar("_Kind")
 MakeTransport = Callable[[], RoutedTransport]
-"""Called in both processes, so it must be a module's function, or a partial of one."""
+"""Called in both processes, so it must be picklable: a module's function, or a partial of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Pushes of `bytes` bytes each."""
+    """The times of pushes of `bytes` bytes each."""
 
     choice: RouteChoice
     bytes: int

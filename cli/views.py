@@ -35,7 +35,7 @@ _PAGES = (
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
-# Each phase's name, and a colour for the process at work.
+# Each phase's label, and the colour of the process that works in it.
 _PHASES = {
     timing_pb2.PHASE_KIND_PARSE: ("parse", "cyan"),
     timing_pb2.PHASE_KIND_TEMPLATE: ("template", "cyan"),
@@ -59,7 +59,7 @@ _PHASES = {
 
 
 def _priorities(status: cluster_pb2.StatusResponse) -> str:
-    """How many of the queued requests have which priority, where it is not 0 for all."""
+    """Counts the queued requests by priority; empty if all have priority 0."""
     queued = status.queued_priorities
     if all(each.priority == 0 for each in queued):
         return ""
@@ -82,13 +82,13 @@ def status_table(status: cluster_pb2.StatusResponse, address: str) -> Renderable
     legend = Text(" + ").join(
         Text.assemble((shade, colour), f" {name}") for name, shade, colour in _PAGES
     )
-    # As in JSON and metrics.
+    # JSON and metrics count them so.
     legend.append("; cached and empty pages are free")
     return Group(router, "", table, "", legend, *_faults(status), *_misfits(status))
 
 
 def _worker_cells(worker: cluster_pb2.WorkerStatus, *, named: bool = False) -> list[RenderableType]:
-    """`named` with its model."""
+    """`named` adds the model's name."""
     member = worker.member
     model = f"\n{member.model}" if named else ""
     # Only admins get the address.
@@ -98,7 +98,7 @@ def _worker_cells(worker: cluster_pb2.WorkerStatus, *, named: bool = False) -> l
     attached = ("yes", "green") if worker.attached else ("no", "red")
     if worker.attached and worker.draining:
         attached = "draining", "yellow"
-    # The cached share of the prompt tokens that it was to prefill or to receive.
+    # The cached share of the prompt tokens that it had to prefill or receive.
     hits = f"{worker.cached_tokens / worker.prompt_tokens:.0%}" if worker.prompt_tokens else "-"
     paused = f"\n{worker.load.paused} paused" if worker.load.paused else ""
     return [
@@ -130,7 +130,7 @@ def _guesses(accepted: int, guessed: int) -> str:
 
 
 def page_bar(load: worker_pb2.Load) -> Text:
-    """Blank before the worker's first report."""
+    """A bar of the pool's pages by state; blank before the worker's first report."""
     counts = _counts(load)
     total = sum(counts)
     if total == 0:
@@ -156,7 +156,7 @@ def _faults(status: cluster_pb2.StatusResponse) -> list[Text]:
 
 
 def _misfits(status: cluster_pb2.StatusResponse) -> list[Text]:
-    """Each pair of different versions or layouts once."""
+    """A line for each pair of workers with different versions or layouts."""
     return [
         Text(f"{worker.member.worker_id} and {misfit.worker_id}: {misfit.reason}", style="yellow")
         for worker in status.workers
@@ -205,7 +205,7 @@ def _charts(trends: cluster_pb2.TrendsResponse) -> Table:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character a value; blank for 0."""
+    """One character per value; blank for 0."""
     most = max(values, default=0.0)
     steps = len(_BLOCKS) - 1
     heights = (max(1, round(steps * value / most)) if value else 0 for value in values)
@@ -272,7 +272,7 @@ def _placement(answer: timing_pb2.AnswerTiming, answers: int) -> Text:
     guessed = answer.accepted_tokens + answer.rejected_tokens
     guesses = f" ({_guesses(answer.accepted_tokens, guessed)})" if guessed else ""
     why = f" ({answer.policy}, {answer.reason_code})" if answer.policy else ""
-    since = f"\nthe last attempt since: {answer.retry_reason}" if answer.retry_reason else ""
+    since = f"\nretried because: {answer.retry_reason}" if answer.retry_reason else ""
     return Text(
         f"{name}{_workers(answer) or 'nowhere'}{why}{again}; {answer.prompt_tokens} prompt"
         f" tokens{cached}, {answer.completion_tokens} answered{guesses}{since}{_refusal(answer)}"

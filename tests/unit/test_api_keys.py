@@ -186,7 +186,7 @@ def test_the_command_adds_lists_and_removes_keys(file: Path) -> None:
     assert run("add", "alice")[0] == 1
     code, listed, _ = run("list")
     assert (code, listed.split()[0]) == (0, "alice")
-    similarity = "answers to similar questions from 0.9"
+    similarity = "cached answers from similarity 0.9"
     assert f"5 calls a second, 2 answers at once, {similarity}, only sql acme/*" in listed
     assert secret.strip() not in listed
     limits = {"rate": 5.0, "concurrency": 2, "priority": 0, "admin": False}

@@ -168,8 +168,8 @@ def test_plan_shows_the_decisions_and_their_reasons(router: ScriptedRouter) -> N
     made.reasons.append("decode can spare 1")
     lines = run(router, "plan").stdout.splitlines()
     assert lines[0] == (
-        "the planner changes the pools: first token within 2 s, 50 ms between two, at least 1 + 2"
-        " workers, at most 4"
+        "the planner changes the pools: first token within 2 s, 50 ms between tokens, at least"
+        " 1 + 2 workers, at most 4"
     )
     assert lines[1].split() == ["now", "no", "change", "(0", "+", "0", "workers)"]
     assert "switch 1 from decode to prefill  (1 + 0 workers)" in lines[2]

@@ -77,7 +77,7 @@ def test_lengths_follow_their_distribution(text: str, mean: float, least: int, m
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-3", "nan", "5..", "normal:1", "beta:1:2", "inf"])
 def test_a_length_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="is no length"):
+    with pytest.raises(InvalidRequest, match="is not a length"):
         parse_lengths(text)
 
 
@@ -172,7 +172,7 @@ def test_control_c_prints_what_was_measured(server: str) -> None:
 def test_an_address_that_is_no_url_is_named(url: str) -> None:
     ran = CliRunner().invoke(app, ["bench", url])
     assert ran.exit_code == 1
-    assert ran.stderr == f"baton: '{url}' is no URL; write http://127.0.0.1:8000\n"
+    assert ran.stderr == f"baton: '{url}' is not a URL; write http://127.0.0.1:8000\n"
 
 
 def test_a_missing_server_is_one_line() -> None:

@@ -311,7 +311,7 @@ def test_models_of_one_trace_have_their_own_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ([], "the trace has requests to a, workers are given for no model by name"),
+        ([], "the trace has requests to a, but workers are given for no model by name"),
         (["--model=a=1+1", "--model=b=1+1"], "workers are given for a, b"),
         (["--model=a=0+1"], "must be as in name=2+4"),
     ],
