@@ -1,4 +1,4 @@
-"""A LoRA adapter's folder, as PEFT saves it: what adapter_config.json says."""
+"""Parses adapter_config.json of a LoRA adapter's folder, as PEFT saves it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REFUSED = (
     "kasa_config",
     "monteclora_config",
 )
-"""Keys that ask for more than products of two matrices."""
+"""Keys that need more than products of two matrices, which is not supported."""
 
 _INITIALIZED = (True, False, "gaussian", "eva", "orthogonal")
 """Initializations that leave the base model unchanged."""
@@ -51,8 +51,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterScales:
-    """What a config says about the product of A and B. Patterns are regular expressions for the
-    end of a module's name."""
+    """Ranks and scales of the product of A and B. Patterns are regular expressions for the end of a
+    module's name."""
 
     r: int = 8
     lora_alpha: float = 8
@@ -76,7 +76,7 @@ class AdapterConfig:
     layers_to_transform: list[int] | int | None = None
 
     def targets(self, module: str, layer: int) -> bool:
-        """Whether the adapter has weights for a linear layer, such as
+        """True if the adapter has weights for a linear layer, such as
         "model.layers.0.self_attn.q_proj"."""
         if _names(self.exclude_modules, module):
             return False
@@ -88,7 +88,7 @@ class AdapterConfig:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises InvalidAdapter for what cannot be served, by name."""
+    """Raises InvalidAdapter, with the key's name, for a key that cannot be served."""
     if not (folder / CONFIG_FILE).is_file():
         raise AdapterMissing(f"{folder} holds no adapter: it has no {CONFIG_FILE}")
     try:
@@ -134,7 +134,7 @@ def _check_scales(scales: AdapterScales) -> None:
 
 
 def _of_pattern(patterns: dict[str, Number], module: str, default: Number) -> Number:
-    """As PEFT: the first pattern that matches the end of the name."""
+    """The value of the first pattern that matches the end of the name, as in PEFT."""
     found = (value for key, value in patterns.items() if _matches(rf"(.*\.)?({key})", module))
     return next(found, default)
 
@@ -149,4 +149,4 @@ def _matches(pattern: str, module: str) -> bool:
     try:
         return re.fullmatch(pattern, module) is not None
     except re.error as error:
-        raise InvalidAdapter(f"{CONFIG_FILE}: {pattern!r} is no pattern: {error}") from None
+        raise InvalidAdapter(f"{CONFIG_FILE}: {pattern!r} is not a pattern: {error}") from None

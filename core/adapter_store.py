@@ -1,14 +1,13 @@
-"""Where a LoRA adapter is, and what it holds.
+"""Finds LoRA adapters, and identifies them by their content.
 
     /a/folder       a folder of PEFT, on all nodes
     org/name, …@rev a repository of a hub: a folder of the hub's own cache, which is downloaded
 
-A node that lacks a folder has a copy of its files in the user's cache, by digest: a worker has
-fetched it from another one.
+On a node that lacks a folder, a worker fetches its files from another worker into the user's cache,
+by digest.
 
-An adapter is what it holds. Its digest covers the weights and what changes their meaning, and
-nothing else: two names, folders or training histories of the same adapter have one digest, and a
-folder that was rewritten has another.
+The digest of an adapter covers the weights and the keys that change their meaning, and nothing
+else: names, folders and training histories do not matter, and a rewritten folder has a new digest.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from baton.core.model_store import HubName, hub_name
 from baton.core.types import Adapter
 
 HUB = "hub:"
-"""Before what is allowed of a hub: "hub:org/*"."""
+"""Prefix of allowed hub repositories: "hub:org/*"."""
 
 KEPT_COPIES = 256
-"""The most copies of fetched adapters on a node."""
+"""Maximum copies of fetched adapters on a node."""
 
 _DIGEST_BYTES = 16
 _BLOCK_BYTES = 1 << 20
 
 
 def resolve_adapter(location: str) -> str:
-    """The adapter's name with the same meaning for every process: an absolute path, or the commit
-    of a hub's revision."""
+    """Returns a location that means the same to every process: an absolute path, or the commit of a
+    hub's revision."""
     name = hub_name(location)
     if name is None:
         return str(Path(location).expanduser().absolute())
@@ -56,8 +55,8 @@ def resolve_adapter(location: str) -> str:
 
 
 def resolve_locations(config: Config) -> dict[str, Any]:
-    """The keys of a model that name models and adapters, with names that mean the same to every
-    process."""
+    """The keys of a model that name models and adapters, resolved to locations that mean the same
+    to every process."""
     return {
         "model": model_store.resolve(config.model),
         "draft_model": config.draft_model and model_store.resolve(config.draft_model),
@@ -66,7 +65,7 @@ def resolve_locations(config: Config) -> dict[str, Any]:
 
 
 def locate_adapter(location: str) -> Path:
-    """The folder of a resolved location on this machine, downloaded unless it is there."""
+    """The folder of a resolved location on this machine, downloaded if missing."""
     name = hub_name(location)
     if name is None:
         return Path(location)
@@ -82,7 +81,7 @@ def locate_adapter(location: str) -> Path:
 
 
 def locate_files(adapter: Adapter) -> Path:
-    """The folder with its files on this machine: a fetched copy, or its own location."""
+    """The folder with an adapter's files on this machine: a fetched copy, or its own location."""
     copied = copy_folder(adapter.digest)
     if not copied.is_dir():
         return locate_adapter(adapter.folder)
@@ -92,20 +91,20 @@ def locate_files(adapter: Adapter) -> Path:
 
 
 def copy_folder(digest: bytes) -> Path:
-    """Where a copy of an adapter's files is kept, once they are fetched."""
+    """The folder for a fetched copy of an adapter's files."""
     return model_store.cache_folder() / "adapters" / digest.hex()
 
 
 def keep_copy(adapter: Adapter, files: Path) -> None:
-    """Moves a folder with the adapter's files into the cache; of many copies drops those that were
-    not used for longest. Raises AdapterMissing where they are not this adapter's."""
+    """Moves a folder with the adapter's files into the cache, and drops the least recently used
+    copies beyond KEPT_COPIES. Raises AdapterMissing if the files are not this adapter's."""
     if digest_of(files) != adapter.digest:
-        raise AdapterMissing("the files are not those of the adapter: their digest is another one")
+        raise AdapterMissing("the files are not those of the adapter: their digest differs")
     copied = copy_folder(adapter.digest)
     try:
         files.rename(copied)
     except OSError:
-        if not copied.is_dir():  # else another worker of this node was first
+        if not copied.is_dir():  # otherwise another worker of this node was first
             raise
     with suppress(OSError):  # another worker of this node does the same
         copied.touch()
@@ -142,8 +141,8 @@ def digest_of(folder: Path) -> bytes:
 
 
 def check_location(location: str, allowed: Iterable[str]) -> None:
-    """Raises InvalidAdapter for a folder that is not below an allowed one, where links are
-    followed, and for a repository that is neither a configured adapter's nor allowed."""
+    """Raises InvalidAdapter for a folder that is not below an allowed one, after following links,
+    and for a repository that is neither allowed nor a configured adapter's."""
     if name := hub_name(location):
         if not any(_allows(each, name.id) for each in allowed):
             raise InvalidAdapter(
@@ -166,7 +165,7 @@ def _allows(allowed: str, repository: str) -> bool:
 
 @contextmanager
 def _adapter_errors() -> Iterator[None]:
-    """What the hub does not have is wrong with the adapter, not with the configured model."""
+    """Reports what a hub lacks as an error of the adapter, not of the configured model."""
     try:
         yield
     except ModelNotFound as error:

@@ -1,7 +1,7 @@
-"""API keys, as a file keeps them.
+"""The file of API keys.
 
 A key is random and shown once. The file holds its digest: a key has 256 random bits, so a plain
-hash reveals nothing of it.
+hash reveals nothing about it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class ApiKey:
     rate: float = 0.0
     # Concurrent answers; 0 sets no limit.
     concurrency: int = 0
-    # The least of its requests: one that asks for less gets this.
+    # The lowest number that its requests may have: a lower one is raised to it.
     priority: int = 0
-    # Allows answers to questions that are at least so similar, to all its requests (the semantic
+    # Allows all its requests cached answers to questions of at least this similarity (the semantic
     # cache); None leaves that to the requests.
     semantic_similarity: float | None = None
-    # Whether it may drain workers and see others' requests.
+    # May drain workers and see others' requests.
     admin: bool = False
     # Names of the models and adapters that it may use, where * stands for anything; empty sets no
     # limit.
@@ -61,7 +61,7 @@ def make_key(
     admin: bool = False,
     models: Iterable[str] = (),
 ) -> tuple[str, ApiKey]:
-    """A new key, and its entry."""
+    """Makes a new key and its entry."""
     secret = PREFIX + secrets.token_urlsafe(32)
     limits = (rate, concurrency, priority, semantic_similarity, admin, tuple(models))
     return secret, _checked(ApiKey(name, digest_of(secret), *limits))
@@ -88,10 +88,10 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 
 def write_keys(path: Path, keys: list[ApiKey]) -> None:
-    """The file is readable by its owner alone."""
+    """Replaces the file, which only its owner may read."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fresh.touch(mode=0o600)
-    # What a key leaves out is not written: versions before it refuse its name.
+    # None is not written, since versions without the field refuse its name.
     given = [
         {name: value for name, value in asdict(key).items() if value is not None} for key in keys
     ]

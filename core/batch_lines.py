@@ -1,7 +1,7 @@
-"""Lines of a batch, as in the OpenAI API: a request each in one file, its result in another.
+"""Lines of a batch, as in the OpenAI API: requests in one file, results in another.
 
-Results are appended as they come, so a file of results also says what is done: a run
-that continues a batch finds the ids there.
+Results are appended as they come, so the results file also shows what is done: a run that continues
+a batch skips the ids in it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "
 MAX_CUSTOM_ID = 512
 SHOWN_ERRORS = 100
 TRANSIENT = (408, 429, 502, 503, 504)
-"""Statuses of answers for which waiting may help."""
+"""Statuses after which a retry may help."""
 
-_OPENING = b'{"id": "'  # of every result
+_OPENING = b'{"id": "'  # begins every result
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BatchLine:
 
     @classmethod
     def parse(cls, text: bytes) -> BatchLine:
-        """Raises InvalidRequest with the wrong field."""
+        """Raises InvalidRequest for a wrong line, with the field's name."""
         line = _decode(text)
         custom_id, body = line.get("custom_id"), line.get("body")
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
@@ -72,8 +72,8 @@ def _refuse(field: str, rule: str) -> NoReturn:
 
 
 def check_lines(path: Path, endpoint: str = "") -> tuple[int, list[tuple[int, InvalidRequest]]]:
-    """How many sound lines a file has, and the first wrong ones by their number. All are of one
-    endpoint, if one is given."""
+    """Returns the number of valid lines, and the errors of the first wrong ones by line number. All
+    lines must be for `endpoint`, if it is given."""
     seen: set[str] = set()
     wrong: list[tuple[int, InvalidRequest]] = []
     with path.open("rb") as lines:
@@ -93,7 +93,7 @@ def check_lines(path: Path, endpoint: str = "") -> tuple[int, list[tuple[int, In
 
 
 def pending_lines(path: Path, done: Container[str]) -> Iterator[BatchLine]:
-    """The lines of a checked file that are not done."""
+    """The lines of a checked file whose ids are not in `done`."""
     with path.open("rb") as lines:
         for text in lines:
             line = BatchLine.parse(text) if text.strip() else None
@@ -102,25 +102,25 @@ def pending_lines(path: Path, done: Container[str]) -> Iterator[BatchLine]:
 
 
 def answer_line(custom_id: str, request_id: str, status: int, body: bytes) -> bytes:
-    """The result of a request that was answered, also with an error."""
+    """The result line of a request that was answered, even with an error."""
     response = {"status_code": status, "request_id": request_id, "body": json.loads(body)}
     return _line(request_id, custom_id, response, None)
 
 
 def failure_line(custom_id: str, request_id: str, code: str, message: str) -> bytes:
-    """The result of a request that was not."""
+    """The result line of a request that was not answered."""
     return _line(request_id, custom_id, None, {"code": code, "message": message})
 
 
 def _line(identity: str, custom_id: str, response: object, error: object) -> bytes:
     fields = {"id": identity, "custom_id": custom_id, "response": response, "error": error}
-    # In ASCII: some split lines at every character that Unicode takes for an end of line.
+    # ASCII only, since some readers split lines at any line separator of Unicode.
     return json.dumps(fields).encode() + b"\n"
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of all answers in a file of results."""
+    """Token counts of all answers in a results file."""
 
     input: int = 0
     cached: int = 0
@@ -128,7 +128,7 @@ class TokenCounts:
     reasoning: int = 0
 
     def add(self, usage: dict[str, Any]) -> None:
-        """Chats and responses have different names for the same."""
+        """Adds an answer's usage. Chats and responses name its fields differently."""
         before = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
         after = usage.get("output_tokens_details") or {}
         self.input += usage.get("input_tokens") or usage.get("prompt_tokens") or 0
@@ -146,8 +146,8 @@ def count_tokens(path: Path) -> TokenCounts:
 
 
 def finished_ids(path: Path) -> set[str]:
-    """The ids of the results in a file, if there is one. A last line that was cut off is removed.
-    Raises InvalidRequest where it has anything else."""
+    """Returns the ids in a results file, which may be missing. Removes an incomplete last line.
+    Raises InvalidRequest if the file has anything else."""
     found = set()
     try:
         with path.open("r+b") as results:
@@ -161,5 +161,5 @@ def finished_ids(path: Path) -> set[str]:
     except FileNotFoundError:
         pass
     except (ValueError, TypeError, KeyError):
-        raise InvalidRequest(f"{path.name} has lines that are no results of a batch") from None
+        raise InvalidRequest(f"{path.name} has lines that are not results of a batch") from None
     return found

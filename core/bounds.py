@@ -1,8 +1,7 @@
 """Bounds of a request: one table for gRPC, HTTP (with its OpenAPI document) and workers.
 
-Sampling follows the OpenAI API where gRPC once differed: a temperature above 2 was accepted over
-gRPC (up to 100) and is now refused, since it leaves little but noise; top_p 0 was refused there
-and now keeps the likeliest token, as it does over HTTP.
+Sampling follows the OpenAI API over gRPC too: a temperature above 2 is refused, since it leaves
+little but noise, and top_p 0 keeps the likeliest token.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ MAX_REQUEST_BYTES = 8 * 2**20
 """Bytes of a gRPC message or an HTTP body: more than a million tokens, as text or as ids."""
 
 MAX_VALUES = 300_000
-"""Values in a JSON body: they take about 0.05 seconds, and hold a context of 2**18 token ids. gRPC
-takes longer lists."""
+"""Values in a JSON body: decoding them takes about 0.05 seconds, and they hold a context of 2**18
+token ids. gRPC accepts longer lists."""
 
 _COSTS = {b",": 1, b"[": 1, b"{": 1, b":": 3}
-"""Signs that come with a value or a key, and what they cost, in numbers to parse."""
+"""Characters that come with a value or a key, and their cost, in numbers to parse."""
 
 MAX_PROMPT_TOKENS = 2_000_000
 MAX_TOKEN_ID = 2**32 - 1
 MAX_MESSAGES = 4096
 MAX_ANSWERS = 16
-MAX_INPUTS = 128  # texts to embed or to complete, of one call
+MAX_INPUTS = 128  # texts to embed or to complete in one call
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 1024
@@ -38,7 +37,7 @@ MAX_BIASES = 1024
 MAX_CACHE_TTL = 86_400
 
 MAX_PRIORITY = LAST_PRIORITY
-"""The least is -MAX_PRIORITY, which is admitted first."""
+"""The last priority. The first is -MAX_PRIORITY."""
 
 TIER_PRIORITIES = {"priority": -100, "flex": 100, "batch": MAX_PRIORITY}
 """Priorities of service tiers; that of any other is 0."""
@@ -47,7 +46,7 @@ MAX_BANNED = 16_384
 """Token ids in suppress_tokens, begin_suppress_tokens and bad_words_ids together."""
 
 MAX_NGRAM = 64
-"""The longest n-gram that may be kept from coming twice: each step looks for it in all tokens."""
+"""The largest no_repeat_ngram_size, since each step looks for the n-gram in all tokens."""
 
 MAX_PREDICTION = 128 * 2**10
 """Characters of an answer that the caller predicts."""
@@ -65,8 +64,8 @@ MAX_GRAMMAR = 4 * MAX_STRUCTURE
 
 
 def count_values(content: bytes) -> int:
-    """An upper bound of a JSON text's values; a key counts as three. Commas in a text count as
-    well."""
+    """An upper bound on the values in a JSON text. A key counts as three, and commas within strings
+    count too."""
     return sum(cost * content.count(sign) for sign, cost in _COSTS.items())
 
 
@@ -99,7 +98,7 @@ LOGIT_BIAS = Range(-100.0, 100.0)
 
 
 def checked(sampling: Sampling, prefix: str = "") -> Sampling:
-    """Normalized. Raises InvalidSampling with `prefix` before the field's name."""
+    """Checks and normalizes. Raises InvalidSampling with `prefix` before the field's name."""
     for name, bounds in SAMPLING.items():
         bounds.check(name, getattr(sampling, name), prefix + name)
     for token, bias in sampling.logit_bias:
@@ -123,7 +122,7 @@ def _check_bans(sampling: Sampling, prefix: str) -> None:
 
 
 def normalized(sampling: Sampling) -> Sampling:
-    """top_p 0 becomes top_k 1."""
+    """Replaces top_p 0 by top_k 1."""
     return sampling if sampling.top_p else replace(sampling, top_k=1, top_p=1.0)
 
 
@@ -136,7 +135,7 @@ def check_vocabulary(ids: Sequence[int], size: int, field: str = "token_ids") ->
 
 
 def check_work(work: Work, vocabulary_size: int) -> None:
-    """Raises what is wrong with the work; returns when the engine can run it.
+    """Raises an error unless the engine can run the work.
 
     A router checks more, for users; this protects the engine from a faulty router.
     """

@@ -45,16 +45,16 @@ GPU_MEMORY = 0.9
 """The share of its GPU's memory that a worker uses by default."""
 
 _OF_ONE_MODEL = ("model", "model_name", "adapters", "members")
-"""What models do not share."""
+"""Keys of a single model, which several models do not share."""
 
 _CLUSTER_KEYS = frozenset(
     {"models", "model_name", "embedding_model", "drain_seconds", "insecure", "log_level"}
     | {"tls", "cache", "batches", "controller"}
 )
-"""What no model may have of its own, beside keys of the routers."""
+"""Keys that a model cannot override, besides router keys."""
 
 _MODEL_ROUTER_KEYS = frozenset({"tool_format", "reasoning", "generation_config"})
-"""What a model may have of its own of the routers' keys."""
+"""Router keys that a model can override."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class Config:
     models: Mapping[str, Mapping[str, object]] = key(
         dict,
         "Several models by their names for clients, instead of `model`: {a: {model: org/a}, b:"
-        " {model: org/b, quantization: int8, decode: {workers: 2}}}. Each has workers of its own,"
-        " and keys that override those above it (docs/OPERATIONS.md, Several models).",
+        " {model: org/b, quantization: int8, decode: {workers: 2}}}. Each has its own workers,"
+        " and keys that override the shared ones (docs/OPERATIONS.md, Several models).",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
@@ -85,7 +85,7 @@ class Config:
     engine: Literal["auto", "native", "transformers"] = key(
         "auto",
         "native runs the families in docs/MODELS.md; transformers runs its own model classes over"
-        " our pages, without invariant numerics; auto: native where that runs the model.",
+        " our pages, without invariant numerics; auto: native if it runs the model.",
         "--engine",
     )
     numerics: Literal["invariant", "fast"] = key(
@@ -96,10 +96,10 @@ class Config:
     )
     speculation: Literal["auto", "off", "ngram", "draft"] = key(
         "auto",
-        "Guess tokens that a step then checks, as long as that is predicted to be faster: ngram"
-        " guesses what followed the same tokens before, in prompt or answer; draft has a smaller"
-        " model guess too (`draft_model`). No answer changes. auto: ngram, where an answer's bits"
-        " do not depend on what else runs.",
+        "Guess tokens that a step then checks, if that is predicted to be faster: ngram guesses"
+        " what followed the same tokens before, in prompt or answer; draft also lets a smaller"
+        " model guess (`draft_model`). No answer changes. auto: ngram if an answer's bits do not"
+        " depend on what else runs.",
         "--speculation",
     )
     draft_model: str = key(
@@ -130,7 +130,8 @@ class Config:
     )
     transport: Literal["auto", "nixl", "cuda_ipc"] = key(
         "auto",
-        "How pages travel: nixl, cuda_ipc, or auto: CUDA IPC between GPUs of one host, else NIXL.",
+        "How pages are moved: nixl, cuda_ipc, or auto: CUDA IPC between GPUs of one host, else"
+        " NIXL.",
     )
     gpu_memory: ShareOrNone = key(
         0.0,
@@ -154,13 +155,15 @@ class Config:
     )
     adapters: Mapping[str, str] = key(
         dict,
-        "LoRA adapters by name, PEFT folders on all nodes or of a hub: {sql: /models/sql, chat:"
-        " org/repository@revision}.",
+        "LoRA adapters by name, each a PEFT folder on all nodes or a hub's repository: {sql:"
+        " /models/sql, chat: org/repository@revision}.",
     )
     adapter_folders: tuple[str, ...] = key(
-        (), "Folders of adapters that may be added at run time; of a hub: hub:org/name, hub:org/*."
+        (),
+        "Folders and hub repositories (hub:org/name, hub:org/*) of adapters that may be added at"
+        " run time.",
     )
-    adapter_slots: PositiveInt = key(16, "Adapters in one worker; the one idle longest makes way.")
+    adapter_slots: PositiveInt = key(16, "Adapters in one worker; the one idle longest is evicted.")
     adapter_rank: PositiveInt = key(16, "Largest rank on a GPU, which has room for all slots.")
     adapter_memory: Bytes = key(
         Size(2**31), "Host memory of a GPU worker, for adapters that it may need again."
@@ -202,7 +205,7 @@ class Config:
 
     @property
     def allowed_adapters(self) -> tuple[str, ...]:
-        """Allowed locations of adapters (core/adapter_store.py); where empty, none are served."""
+        """Allowed locations of adapters (core/adapter_store.py). If empty, none are served."""
         return (*self.adapters.values(), *self.adapter_folders)
 
     def pool(self, role: Role) -> PrefillConfig | DecodeConfig:
@@ -211,7 +214,7 @@ class Config:
 
 
 def settle(config: Config, device: str) -> Config:
-    """`config` with the values that are chosen by device, for "cpu" or "cuda"."""
+    """Fills in the values that are chosen by device, "cpu" or "cuda"."""
     gpu = device == "cuda"
     memory = Size(0 if gpu else 2**30)
     prefill, decode = config.prefill, config.decode
@@ -235,7 +238,7 @@ def settle(config: Config, device: str) -> Config:
 
 
 def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
-    """The configuration in `path` (None: the defaults), with dotted `overrides` on top."""
+    """Loads the configuration in `path` (None: the defaults), with dotted `overrides` on top."""
     tree = read_yaml(path) if path else {}
     for dotted, value in (overrides or {}).items():
         set_dotted(tree, dotted, value)
@@ -250,7 +253,7 @@ def parse(tree: Mapping[str, object]) -> Config:
 
 
 def served_configs(config: Config) -> list[Config]:
-    """One for each model, which has that model alone."""
+    """Returns a configuration for each model, which has only that model."""
     if not config.models:
         return [config]
     for name in _OF_ONE_MODEL:
@@ -260,8 +263,8 @@ def served_configs(config: Config) -> list[Config]:
 
 
 def model_config(config: Config, name: str, tree: Mapping[str, object]) -> Config:
-    """The configuration of a model beside those of `config`, whose keys it has unless its own
-    `tree` overrides them."""
+    """The configuration of one of several models: the keys of `config`, overridden by the model's
+    own `tree`."""
     if not is_name(name):
         raise InvalidConfig(f"a model's name has {NAME_RULE}, unlike {name!r}", field="models")
     merged = dump(dataclasses.replace(config, models={}))
@@ -284,7 +287,7 @@ def model_config(config: Config, name: str, tree: Mapping[str, object]) -> Confi
 
 
 def own_keys(config: Config, model: Config) -> str:
-    """The keys of one of `served_configs`, as JSON; empty where there are no others."""
+    """The own keys of one of `served_configs`, as JSON; empty without `models`."""
     tree = config.models.get(model.model_name)
     return json.dumps(tree) if tree else ""
 
@@ -292,7 +295,9 @@ def own_keys(config: Config, model: Config) -> str:
 def _check_model_key(path: str, name: str, value: object) -> None:
     if name in _CLUSTER_KEYS:
         shared = ", ".join(sorted(_CLUSTER_KEYS))
-        raise InvalidConfig(f"{path}.{name} is no key of one model, as {shared}", field=path)
+        raise InvalidConfig(
+            f"{path}.{name} is not a key of one model, nor is any of {shared}", field=path
+        )
     if name == "router" and isinstance(value, Mapping) and not value.keys() <= _MODEL_ROUTER_KEYS:
         own = ", ".join(sorted(_MODEL_ROUTER_KEYS))
         raise InvalidConfig(f"{path}.router may have {own}, and nothing else", field=path)

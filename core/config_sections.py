@@ -36,7 +36,9 @@ _Resources = Annotated[
 class RouterConfig:
     """The routers, where clients connect."""
 
-    count: PositiveInt = key(1, "Routers; each has ports one above the last.", "--routers")
+    count: PositiveInt = key(
+        1, "Routers; the ports of each are one above those of the one before.", "--routers"
+    )
     host: str = key("127.0.0.1", "Where the router listens.", "--host")
     port: Port = key(50051, "The gRPC port.", "--port")
     http_port: Port = key(8000, "The HTTP port.", "--http-port")
@@ -44,7 +46,7 @@ class RouterConfig:
     keys: str = key("", "A file of API keys (`baton keys add`); empty requires none.", "--keys")
     open_metrics: bool = key(
         False,
-        "With keys: serve metrics without one. Else the metrics port is open to this host only.",
+        "With keys: serve metrics without a key. Else the metrics port is open to this host only.",
     )
     cors_origins: Origins = key(
         (),
@@ -60,8 +62,8 @@ class RouterConfig:
     )
     ttft: NonNegativeFloat = key(
         0.0,
-        "Objective: seconds to the first token. A request whose first token is predicted later,"
-        " because of those before it, is refused at once; 0 has none.",
+        "Objective: seconds to the first token. A request that is predicted to miss it, because of"
+        " those before it, is refused at once; 0: no objective.",
     )
     worker_backlog: PositiveInt = key(
         16,
@@ -70,11 +72,11 @@ class RouterConfig:
     placement_timeout: PositiveFloat = key(30.0, "Seconds to wait for workers when there are none.")
     max_worker_deaths: PositiveInt = key(
         2,
-        "Lost workers that nothing explains, after which a request runs alone; if it crashes"
-        " another one then, it fails.",
+        "Unexplained losses of workers after which a request runs alone; if it then crashes another"
+        " worker, it fails.",
     )
     max_attempts: PositiveInt = key(
-        8, "Attempts of one request, without those that ended through no fault of its own."
+        8, "Attempts of one request, not counting those that ended through no fault of its own."
     )
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = key(
         "kv_aware",
@@ -100,15 +102,16 @@ class RouterConfig:
     reader_buffer: PositiveInt = key(
         4096, "Tokens buffered for a client that reads slowly; then it is disconnected."
     )
-    ping_seconds: PositiveFloat = key(0.5, "Between two heartbeats of a worker.")
+    ping_seconds: PositiveFloat = key(0.5, "Seconds between two heartbeats of a worker.")
     frozen_seconds: PositiveFloat = key(
         3.0, "A worker that sent nothing for this long counts as lost."
     )
     engine_stall_seconds: PositiveFloat = key(
-        60.0, "So does a worker whose engine has work and reported nothing for this long."
+        60.0,
+        "A worker whose engine has work but reported nothing for this long counts as lost.",
     )
     canary_seconds: NonNegativeFloat = key(
-        30.0, "How often an idle worker generates a token to prove that it can; 0 never."
+        30.0, "Seconds after which an idle worker generates a token as a health check; 0: never."
     )
     otlp_endpoint: str = key(
         "",
@@ -133,7 +136,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """What both pools have."""
+    """The keys of both pools."""
 
     workers: PositiveInt = key(1, "Workers.")
     host: str = key("127.0.0.1", "Where workers listen.")
@@ -170,13 +173,13 @@ class PrefillConfig(PoolConfig):
     )
     background_tokens: NonNegativeInt = key(
         0,
-        "The same of background requests, such as those of batches: another prompt may have to wait"
-        " for that step; 0 chooses by device: 64, or 2,048 on a GPU.",
+        "The same for background requests, such as those of batches, since another prompt may have"
+        " to wait for the step; 0 chooses by device: 64, or 2,048 on a GPU.",
     )
     gpu_share: Share = key(
         1.0,
-        "Share of a GPU's multiprocessors that one worker uses. Below 1 where both pools share a"
-        " GPU: the rest stays free for decode (docs/PERFORMANCE.md).",
+        "Share of a GPU's multiprocessors that one worker uses. Set it below 1 if both pools share"
+        " a GPU: the rest stays free for decode (docs/PERFORMANCE.md).",
         "--gpu-share",
     )
 
@@ -191,8 +194,8 @@ class DecodeConfig(PoolConfig):
     )
     background_batch: NonNegativeInt = key(
         0,
-        "The same of background requests, such as those of batches: another request may have to"
-        " wait for that step; 0 chooses by device: 16, or 256 on a GPU.",
+        "The same for background requests, such as those of batches, since another request may have"
+        " to wait for the step; 0 chooses by device: 16, or 256 on a GPU.",
     )
     chunk_tokens: NonNegativeInt = key(
         0,
@@ -201,7 +204,7 @@ class DecodeConfig(PoolConfig):
     )
     nice: Niceness = key(
         19,
-        "On a CPU: niceness of decode's threads. Where both pools share cores, prefill then runs at"
+        "On a CPU: niceness of decode's threads. If both pools share cores, prefill then runs at"
         " full speed, and decode in larger batches.",
     )
     ticket_seconds: PositiveFloat = key(600.0, "Seconds that reserved pages wait for a prompt.")
@@ -209,35 +212,38 @@ class DecodeConfig(PoolConfig):
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The second tier, pages that were evicted from a pool (budgets are one worker's), and the
-    response cache, whole answers in routers or Redis (docs/RESPONSE_CACHE.md)."""
+    """The second tier, for pages evicted from a pool (budgets are per worker), and the response
+    cache, for whole answers in routers or Redis (docs/RESPONSE_CACHE.md)."""
 
     host_memory: Bytes = key(Size(0), "Host memory. On a CPU a larger `kv_memory` is better.")
     files: str = key("", "A folder for files, which outlive the worker; empty writes none.")
-    files_budget: Bytes = key(Size(16 * 2**30), "Most bytes of these files.")
+    files_budget: Bytes = key(Size(16 * 2**30), "Maximum bytes of these files.")
     responses: Literal["off", "exact", "semantic"] = key(
         "off",
-        "exact: answer a greedy or seeded request that was answered before from its answer;"
-        " semantic: also from the answer to a similar question, where the caller allows it, which"
-        " needs `redis` and `embedding_model`.",
+        "exact: answer a repeated greedy or seeded request from its earlier answer; semantic: also"
+        " from the answer to a similar question, if the caller allows it (needs `redis` and"
+        " `embedding_model`).",
     )
-    responses_memory: Bytes = key(Size(2**28), "Most bytes of answers in one router's memory.")
-    responses_seconds: PositiveFloat = key(3600.0, "Age up to which an answer is given again.")
+    responses_memory: Bytes = key(Size(2**28), "Maximum bytes of answers in one router's memory.")
+    responses_seconds: PositiveFloat = key(3600.0, "Age up to which an answer is reused.")
     semantic: Literal["answer", "shadow"] = key(
         "answer",
         "shadow: compute every answer, and record what the semantic cache would have answered"
         " (`baton cache report`).",
     )
     semantic_similarity: Share = key(
-        0.95, "Least cosine similarity of two questions with one answer. Callers may only raise it."
+        0.95,
+        "Minimum cosine similarity of two questions that may share an answer. Callers may only"
+        " raise it.",
     )
     semantic_questions: PositiveInt = key(
-        100_000, "Questions of one tenant; the one that was used longest ago is forgotten."
+        100_000, "Questions of one tenant; the least recently used one is dropped."
     )
     semantic_verify_seconds: NonNegativeFloat = key(
         0.0,
-        "Ask the served model, for one token, whether a similar question asks the same; without a"
-        " yes in this time its answer is not given. A first token waits no longer. 0: never ask.",
+        "Seconds for the served model to confirm, with one token, that a similar question asks the"
+        " same; without a yes in this time its answer is not used. A first token waits no longer."
+        " 0: never ask.",
     )
     redis: str = key("", "A redis:// or rediss:// URL: routers share answers there, not in memory.")
     redis_key: str = key("", "A file with a secret of 32 bytes or more that encrypts them there.")
@@ -253,12 +259,14 @@ class BatchesConfig:
         " serves none.",
         "--batches",
     )
-    budget: Bytes = key(Size(16 * 2**30), "Most bytes of these files; then uploads are refused.")
+    budget: Bytes = key(
+        Size(16 * 2**30), "Maximum bytes of these files; beyond, uploads are refused."
+    )
     keep_seconds: PositiveFloat = key(
         30 * 86400.0, "Seconds after which a file, or a batch that has ended, is deleted."
     )
     max_requests: PositiveInt = key(
-        256, "Requests of batches that run at once, where workers have room for so many."
+        256, "Requests of batches that run at once, if workers have room."
     )
 
 
@@ -268,7 +276,7 @@ class TlsConfig:
 
     folder: str = key("", "A folder of certificates (`baton certs`); empty uses no TLS.", "--tls")
     client_certificates: bool = key(
-        False, "Require a certificate of clients.", "--client-certificates"
+        False, "Require certificates from clients.", "--client-certificates"
     )
 
 
@@ -293,7 +301,7 @@ class PlannerConfig:
     least_prefill: PositiveInt = key(1, "Prefill workers to keep without load.")
     least_decode: PositiveInt = key(1, "Decode workers to keep without load.")
     round_seconds: PositiveFloat = key(
-        10.0, "Between two decisions. Each looks at the last six rounds."
+        10.0, "Seconds between two decisions. Each looks at the last six rounds."
     )
 
 

@@ -1,4 +1,4 @@
-"""Documented, checked keys of a configuration: from plain values to frozen dataclasses and back."""
+"""Documented, checked configuration keys, and the conversion of plain values to dataclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME_LENGTH = 128
 NAME_RULE = f"letters, digits, and . _ - / @ : +, at most {_NAME_LENGTH}"
 
 Check = tuple[Callable[[typing.Any], bool], str]
-"""Whether a value is allowed, and what it must be."""
+"""A predicate of allowed values, and the rule in words."""
 
 
 class Size(int):
@@ -62,7 +62,7 @@ Origins = Annotated[
 
 
 def is_name(name: str) -> bool:
-    """Whether clients may call a model or an adapter so."""
+    """True if a model or an adapter may have this name."""
     return len(name) <= _NAME_LENGTH and _NAME.fullmatch(name) is not None
 
 
@@ -83,7 +83,7 @@ class ConfigKey(typing.NamedTuple):
 
 
 def keys_of(config: type, prefix: str = "") -> Iterator[ConfigKey]:
-    """Every key of a configuration class, those of its sections included."""
+    """Every key of a configuration class, including those of its sections."""
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         path, hint = f"{prefix}{field.name}", hints[field.name]
@@ -118,7 +118,7 @@ def set_dotted(tree: dict[str, object], dotted: str, value: object) -> None:
 
 
 def build(cls: type, tree: object, path: str = "") -> object:
-    """A dataclass from names and values; `path` is its place in the whole."""
+    """Builds a dataclass from names and values. `path` is its place in the configuration."""
     if not isinstance(tree, Mapping):
         raise InvalidConfig(f"{path} must hold keys and values", field=path)
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -176,7 +176,7 @@ _VALUE_NAMES = {float: "numbers", str: "strings"}
 
 
 def _tree(value: object, path: str) -> dict[str, object]:
-    """A part of a document that is checked where it is used."""
+    """A part of a document whose content is checked where it is used."""
     if not isinstance(value, Mapping):
         raise InvalidConfig(f"{path} must hold keys and values", field=path)
     return {str(name): each for name, each in value.items()}

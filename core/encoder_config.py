@@ -1,4 +1,4 @@
-"""What a folder of sentence-transformers says of its encoder, and whether it can be computed."""
+"""Reads an encoder's configuration from a sentence-transformers folder, if it is supported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EncoderConfig:
     first_position: int
     types: int
     epsilon: float
-    pooling: str  # of _POOLINGS
+    pooling: str  # one of _POOLINGS
     max_tokens: int  # of an input
 
     @classmethod
@@ -67,7 +67,7 @@ def _number(config: dict[str, object], name: str) -> int:
 
 
 def _pooling(folder: Path) -> str:
-    """The mean of all tokens where the folder does not say."""
+    """The folder's pooling; by default, the mean of all tokens."""
     if any(folder.glob("*_Dense")):
         raise _unsupported("with a dense layer behind its pooling")
     modes = read_json(folder / "1_Pooling" / "config.json")

@@ -9,10 +9,10 @@
     │   ├── UnknownModel
     │   ├── InvalidAdapter       a LoRA adapter that cannot be served
     │   ├── UnknownRequest       no such request, or too long ago
-    │   └── NotServed            a feature that this server has not
+    │   └── NotServed            a feature that this server lacks
     ├── Unauthenticated          no API key, or an unknown one
     ├── PermissionDenied         the API key does not allow this
-    ├── RoleRefused              a worker's role cannot be switched so
+    ├── RoleRefused              this switch of a worker's role is not possible
     ├── InvalidConfig            the operator must change the configuration
     │   ├── UnsupportedModel
     │   ├── InvalidCheckpoint
@@ -22,8 +22,8 @@
     │   └── SlowReader           the caller did not receive its answer
     ├── Unavailable              no worker is available now
     │   ├── WorkerLost
-    │   ├── WorkerDrained        a worker hands back what it has; the request is sound
-    │   ├── QuarantineFull       a worker refuses what is new; the request is sound
+    │   ├── WorkerDrained        a draining worker returns the request, which is not at fault
+    │   ├── QuarantineFull       the worker accepts nothing new; the request is not at fault
     │   └── LayoutMismatch
     ├── NotCached                only a cached answer was wanted, and there is none
     ├── DeadlineExceeded         a timeout
@@ -31,7 +31,7 @@
     └── Internal                 a bug
         └── PoisonRequest        the request crashed several workers
 
-An error's `reason`, made of its name, is stable and sent on the wire; its message is for people.
+An error's `reason`, made from its name, is stable and sent on the wire; its message is for people.
 `from_reason` rebuilds the error.
 """
 
@@ -55,8 +55,7 @@ class BatonError(Exception):
     http_status: ClassVar[int] = 500
 
     def __init_subclass__(cls, grpc_code: str = "", http_status: int = 0) -> None:
-        """Both are the parent's where they are not given. The reason of PromptTooLong is
-        PROMPT_TOO_LONG."""
+        """Both default to the parent's. The reason of PromptTooLong is PROMPT_TOO_LONG."""
         cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
         cls.grpc_code = grpc_code or cls.grpc_code
         cls.http_status = http_status or cls.http_status
@@ -88,7 +87,7 @@ class UnknownModel(InvalidRequest, grpc_code="NOT_FOUND", http_status=404): ...
 
 
 def describe_unknown(name: str, served: Iterable[str]) -> str:
-    """Why no model is found by a name, which may be empty."""
+    """The message for a name, possibly empty, that no model has."""
     names = ", ".join(map(repr, served))
     if not name:
         return f"several models are served; name one: {names}"
@@ -170,5 +169,5 @@ class PoisonRequest(Internal): ...
 def from_reason(
     reason: str, message: str, *, field: str = "", retry_after: float = 0.0
 ) -> BatonError:
-    """The error of a `reason`; Internal for an unknown one."""
+    """Rebuilds the error of a `reason`; Internal if the reason is unknown."""
     return _BY_REASON.get(reason, Internal)(message, field=field, retry_after=retry_after)

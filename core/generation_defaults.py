@@ -1,8 +1,8 @@
 """The model's defaults for requests, from its generation_config.json.
 
-A request's own value comes first, then the model's, then the edge's. Keys mean what transformers
-takes them to mean; one that would change answers and is not supported is refused by name. As in
-transformers, a folder without the file has its defaults, if any, in config.json.
+A request's own value takes precedence, then the model's, then the edge's. Keys have transformers'
+meaning; an unsupported key that would change answers is refused by name. As in transformers, a
+folder without the file may have its defaults in config.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GenerationDefaults:
         return bounds.checked(Sampling(**values), prefix)
 
     def __str__(self) -> str:
-        """What differs from no defaults, in one line; empty where nothing does."""
+        """The defaults that have an effect, in one line."""
         shown = [
             f"{name} {_shown(value)}"
             for name, value in self.sampling_values.items()
@@ -82,7 +82,7 @@ def _sampling_values(stated: Mapping[str, Any]) -> dict[str, Any]:
             values.setdefault("temperature", 1.0)
         case False:
             values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    # Without do_sample, the author's values still say more than an edge's default.
+    # Without do_sample, the author's values still take precedence over an edge's default.
     return values
 
 
@@ -133,7 +133,7 @@ _KEYS: dict[str, Check] = {
     "min_length": _COUNT,
     "max_new_tokens": _COUNT,
 }
-"""Keys that are obeyed."""
+"""Supported keys."""
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
@@ -158,7 +158,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "stop_strings": ([],),
     "max_time": (),
 }
-"""Keys that would change answers, with the values that do not."""
+"""Unsupported keys that change answers, with the values that do not."""
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What GGUF files of each architecture have: a row of ARCHITECTURES each."""
+"""How GGUF files of each architecture map to Hugging Face's names: a row of ARCHITECTURES each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton.core.gguf_file import GgufFile
 Json = dict[str, object]
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Part of the rotation, not of the weights."""
+"""Tensors of the rotary embedding, which are not weights."""
 
 EXPERT = "{expert}"
-"""Stands in a name for each of the experts, which a GGUF file has as one tensor."""
+"""Placeholder for an expert's number. A GGUF file has all experts in one tensor."""
 
 _OUTER_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -66,20 +66,20 @@ class GgufArchitecture:
     """What distinguishes the files of an architecture. Fields are named without their prefix."""
 
     model_type: str
-    adjacent_pairs: bool = False  # rows of a rotary pair, of queries and keys
-    norm_offset: float = 0.0  # what the file has added to the weights of norms
-    tensors: Mapping[str, str] = field(default_factory=dict)  # of a layer, beside the usual ones
+    adjacent_pairs: bool = False  # the two rows of a rotary pair in query and key projections
+    norm_offset: float = 0.0  # added to the weights of norms in the file
+    tensors: Mapping[str, str] = field(default_factory=dict)  # of a layer, besides the usual ones
     counts: Mapping[str, str] = field(default_factory=dict)  # whole numbers for config.json
     decimals: Mapping[str, str] = field(default_factory=dict)
-    stated: Mapping[str, object] = field(default_factory=dict)  # in config.json, not in the file
+    stated: Mapping[str, object] = field(default_factory=dict)  # for config.json, not in the file
     wide_layers: int | None = (
         None  # with this many layers, scores are scaled by hidden_size / heads
     )
-    local_rope: bool = False  # layers with a window rotate by a base of their own
+    local_rope: bool = False  # layers with a window have their own RoPE base
     partial_rotary: bool = False
 
     def weight_name(self, name: str) -> str:
-        """The Hugging Face name of a GGUF tensor, as "blk.7.attn_q.weight"."""
+        """The Hugging Face name of a GGUF tensor such as "blk.7.attn_q.weight"."""
         layer_tensors = _LAYER_TENSORS | dict(self.tensors)
         match name.split("."):
             case ["blk", layer, part, ("weight" | "bias") as kind] if part in layer_tensors:
@@ -160,6 +160,6 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
 
 
 def _all_fields() -> set[str]:
-    """Whose values change what a model computes."""
+    """Names of the fields that change what a model computes."""
     every = ARCHITECTURES.values()
     return {name for each in every for part in (each.counts, each.decimals) for name in part}

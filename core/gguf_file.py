@@ -1,8 +1,7 @@
-"""Reads GGUF files: their fields, and their tensors, each dequantized when it is asked for.
+"""Reads fields and tensors of GGUF files. Tensors are dequantized on access.
 
-The format's own library parses a header of 150,000 tokens in many seconds, since each string
-becomes several arrays; here a field is decoded when it is asked for. Dequantizing is the
-library's.
+The format's own library takes many seconds to parse a header of 150,000 tokens, since each string
+becomes several arrays. Here a field is decoded on access. The library dequantizes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LFS = b"version https://git-lfs"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _AT_ONCE = 1 << 22
-"""Values that are dequantized at once: the library needs as much memory again."""
+"""Values dequantized at once, since the library needs as much memory again."""
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -55,11 +54,11 @@ class _Tensor:
 
 
 class GgufFile:
-    """The fields of a GGUF file and the tensors of all its parts, of which it is the first."""
+    """The fields of a GGUF model's first file, and the tensors of all its files."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._name = paths[0].name
-        self._values: dict[str, Any] = {}  # of fields that were asked for
+        self._values: dict[str, Any] = {}  # of decoded fields
         headers = [_open(path) for path in paths]
         self._header = headers[0]
         self._tensors = {name: each for header in headers for name, each in header.tensors.items()}
@@ -73,7 +72,7 @@ class GgufFile:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def field(self, name: str, kind: type[Field], default: Field | None = None) -> Field:
-        """Raises UnsupportedModel for a missing field without a default, or another type."""
+        """Raises UnsupportedModel if the field is missing without a default, or of another type."""
         if name not in self:
             if default is None:
                 raise UnsupportedModel(f"{self._name} has no field {name}")
@@ -124,7 +123,7 @@ class _Header:
         self._at = 4
         self._check_version()
         tensors, fields = self._scalar("Q"), self._scalar("Q")
-        self.fields: dict[str, tuple[int, int]] = {}  # of each: its type and its position
+        self.fields: dict[str, tuple[int, int]] = {}  # name: (type, position)
         for _ in range(fields):
             name, kind = self._string(), self._scalar("I")
             self.fields[name] = (kind, self._at)
@@ -152,7 +151,7 @@ class _Header:
             raise ValueError(f"it is not GGUF of version {' or '.join(map(str, _VERSIONS))}")
 
     def value(self, kind: int, position: int) -> Any:
-        """A field's value; `position` is that of its bytes."""
+        """Decodes a field's value, whose bytes begin at `position`."""
         before, self._at = self._at, position
         try:
             return self._value(kind)

@@ -1,9 +1,9 @@
-"""The model in a GGUF file, as a Hugging Face folder has it: its config.json, and its weights.
+"""Converts a GGUF file's model to Hugging Face's form: its config.json, and its weights.
 
-GGUF and Hugging Face differ in names, in what norms add to their weights, in experts, which are one
-tensor in a GGUF file, and in the rows of query and key projections: GGUF has each rotary pair
-adjacent for Llama's relatives, Hugging Face has the two halves of a head one after the other. A
-file that asks for what has no counterpart here is refused.
+GGUF and Hugging Face differ in names, in the offset of norms' weights, in experts, which are one
+tensor in a GGUF file, and in the rows of query and key projections: for Llama's relatives, GGUF has
+each rotary pair adjacent, Hugging Face has the two halves of a head one after the other. A file
+with a feature that has no counterpart here is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.core.gguf_architectures import (
 )
 from baton.core.gguf_file import GgufFile, Values
 
-# Of every Llama 3.1, 3.2 and 3.3; the file has the factors alone.
+# The same for every Llama 3.1, 3.2 and 3.3; the file has only the factors.
 _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -36,7 +36,7 @@ _ORIGINAL = "rope.scaling.original_context_length"
 
 
 class GgufWeights:
-    """The weights of a model's parts, by their Hugging Face names."""
+    """The weights in a model's files, by their Hugging Face names."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._file = GgufFile(paths)
@@ -45,7 +45,7 @@ class GgufWeights:
         if self._architecture.adjacent_pairs:
             shape = _Shape.of(self._file)
             self._heads = {"attn_q": shape.heads, "attn_k": shape.kv_heads}
-        self._names: dict[str, tuple[str, int | None]] = {}  # the tensor, and which expert of it
+        self._names: dict[str, tuple[str, int | None]] = {}  # (tensor, expert in it)
         for tensor, (count, *_) in self._file.tensors.items():
             if tensor not in ROPE_TENSORS:
                 self._add_names(tensor, count)
@@ -106,7 +106,7 @@ def model_config(file: GgufFile) -> Json:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": file.field(f"{prefix}.context_length", int),
-        # Where the family states one by default, as Phi-3 does, it counts before RoPE's own.
+        # If the family has a default for it, as Phi-3 does, it takes precedence over RoPE's own.
         "original_max_position_embeddings": file.field(f"{prefix}.{_ORIGINAL}", int, 0) or None,
         "vocab_size": vocabulary_size(file),
         "rms_norm_eps": _decimal(file, f"{prefix}.attention.layer_norm_rms_epsilon"),
@@ -121,7 +121,7 @@ def model_config(file: GgufFile) -> Json:
 
 
 def _own_fields(file: GgufFile, prefix: str, architecture: GgufArchitecture) -> Json:
-    """What the fields of this architecture say; 0 is nothing."""
+    """The keys from the architecture's own fields. 0 means unset."""
     found: Json = {
         key: file.field(f"{prefix}.{name}", int, 0) or None
         for name, key in architecture.counts.items()
@@ -136,7 +136,8 @@ def _own_fields(file: GgufFile, prefix: str, architecture: GgufArchitecture) -> 
 def _score_scale(
     file: GgufFile, prefix: str, architecture: GgufArchitecture, shape: _Shape
 ) -> Json:
-    """Gemma's, which the file does not have: its largest models are known by their layers."""
+    """Gemma's score scale, which the file lacks: its largest models are recognized by the number of
+    their layers."""
     if architecture.wide_layers is None:
         return {}
     wide = file.field(f"{prefix}.block_count", int) == architecture.wide_layers
@@ -196,7 +197,7 @@ def _rope(file: GgufFile, prefix: str, head_dim: int) -> Json:
 
 
 def _llama3_rope(factors: Values, theta: float, head_dim: int) -> Json:
-    """Llama 3's parameters, if the factors are what they give."""
+    """Llama 3's parameters. Raises UnsupportedModel if they do not yield the factors."""
     factor = round(float(factors.max()), 4)
     low, high, context = _LLAMA3_ROPE.values()
     waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -209,7 +210,7 @@ def _llama3_rope(factors: Values, theta: float, head_dim: int) -> Json:
 
 
 def _decimal(file: GgufFile, name: str, default: float | None = None) -> float:
-    """Stored as float32: the shortest decimal that rounds to it is meant."""
+    """A field in float32, as the shortest decimal that rounds to it."""
     return float(str(np.float32(file.field(name, float, default))))
 
 

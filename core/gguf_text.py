@@ -1,7 +1,7 @@
-"""Writes what a Hugging Face folder has beside the weights, from a GGUF file.
+"""Writes the files of a Hugging Face folder other than weights, from a GGUF file.
 
-A file has the vocabulary and, for byte-level BPE, the merges; how text is cut into words is only
-named (`tokenizer.ggml.pre`). A name that is not known is refused: another cut gives other tokens.
+A file has the vocabulary and, for byte-level BPE, the merges. It only names how text is split into
+words (`tokenizer.ggml.pre`). An unknown name is refused, since another split gives other tokens.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _SPLITS = {
     "tekken": _TEKKEN,
 }
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
-"""GPT-2's words, with digits one by one."""
+"""GPT-2's split, with each digit apart."""
 
 _STARTS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-"""Byte-level tokenizers that add it, where the file does not say."""
+"""Byte-level tokenizers that add a BOS token unless the file says otherwise."""
 
 _NO_TOKENIZER = "none"
 _IDS = {
@@ -64,7 +64,7 @@ _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def write_text_files(file: GgufFile, target: Path) -> None:
-    """Into the folder `target`. A file without a tokenizer serves token ids."""
+    """Writes into the folder `target`. A model without a tokenizer serves token ids only."""
     ids = special_ids(file)
     _write_json(target / "config.json", {**model_config(file), **ids})
     _write_json(target / "generation_config.json", ids)
@@ -104,7 +104,8 @@ def tokenizer_config(file: GgufFile) -> Json:
 
 
 def special_ids(file: GgufFile) -> Json:
-    """For config.json and generation_config.json; an answer ends at any of the end tokens."""
+    """The special token ids for config.json and generation_config.json. An answer ends at any of
+    the end tokens."""
     found = [_id(file, name) for name in _ENDS]
     ends = list(dict.fromkeys(token for token in found if token is not None))
     return {
@@ -126,8 +127,10 @@ def _byte_level(file: GgufFile) -> Tokenizer:
     merges = [m.partition(" ")[::2] for m in file.field("tokenizer.ggml.merges", list[str])]
     for left, right in merges:
         if not {left, right, left + right} <= vocabulary.keys():
-            raise InvalidCheckpoint(f"the GGUF file merges {left!r} and {right!r}, no tokens")
-    # A word that is a token needs no merges.
+            raise InvalidCheckpoint(
+                f"the GGUF file merges {left!r} and {right!r}, which are not tokens"
+            )
+    # A word that is a token itself is not merged.
     whole = _SPLITS.get(pre) is _LLAMA3 and pre != "dbrx"
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
     made.pre_tokenizer = _pre_tokenizer(pre)
@@ -150,11 +153,11 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(file: GgufFile) -> Tokenizer:
-    """BPE whose merges follow from the tokens' scores; text without a token is written in bytes."""
+    """BPE whose merges follow from the tokens' scores. Text without tokens falls back to bytes."""
     architecture = file.field("general.architecture", str)
     vocabulary, unknown = _vocabulary(file), _id(file, "unknown_token_id")
     if architecture.startswith("gemma"):
-        # Its tokens of spaces are spelled as such, and its scores are not in the order of merges.
+        # Its tokens of spaces are literal spaces, and its scores are not in the order of merges.
         vocabulary = {_spaces_replaced(token): index for token, index in vocabulary.items()}
         scores = [-float(index) for index in vocabulary.values()]
     else:
@@ -188,7 +191,7 @@ def _spaces_replaced(token: str) -> str:
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two, best token first; of one score, longest parts first."""
+    """All pairs of tokens that merge into a token, best score first, then longest parts first."""
     found = []
     for token, score in zip(vocabulary, scores, strict=True):
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -208,7 +211,7 @@ def _vocabulary(file: GgufFile) -> dict[str, int]:
 
 
 def _added(file: GgufFile, kind: TokenType) -> Iterator[AddedToken]:
-    """The tokens that text is not cut within."""
+    """The tokens that are never split."""
     tokens = file.field("tokenizer.ggml.tokens", list[str])
     kinds = file.field("tokenizer.ggml.token_type", list[int], [])
     for token, found in zip(tokens, kinds, strict=False):
@@ -217,7 +220,7 @@ def _added(file: GgufFile, kind: TokenType) -> Iterator[AddedToken]:
 
 
 def _post_processor(file: GgufFile, *, starts: bool) -> processors.PostProcessor | None:
-    """Puts the first and the last token around plain text."""
+    """Adds BOS and EOS around plain text, as the file says."""
     tokens = file.field("tokenizer.ggml.tokens", list[str])
     starts = starts or file.field("tokenizer.ggml.pre", str, "") in _STARTS_WITH_BOS
     first, last = (

@@ -50,12 +50,12 @@ from baton.core.model_store import (
 )
 
 if "HF_HUB_VERBOSITY" not in os.environ:
-    # A failure is one line, without the lines of the attempts before it.
+    # Log a failure as one line, without lines for the attempts before it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 TEXT_FILES = (
     "config.json",
-    "adapter_config.json",  # with which a model is refused
+    "adapter_config.json",  # a model that has one is refused
     "generation_config.json",
     WEIGHT_INDEX,
     "tokenizer.json",
@@ -68,17 +68,17 @@ TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""All that is downloaded beside the weights: no code, and nothing that is unpickled."""
+"""Everything downloaded besides weights: no code, and nothing that is unpickled."""
 
 
 def resolve(model: str, revision: str) -> str:
-    """The commit of a revision; "" is the main branch's."""
+    """The commit of a revision; "" is the main branch."""
     with _typed_errors(model, revision):
         return resolve_revision(model, revision=revision or None).resolved
 
 
 def download(model: str, commit: str, *, weights: bool, report: Report | None = None) -> Path:
-    """The folder of a commit's files, which are downloaded unless they are there.
+    """Downloads a commit's files unless they are cached, and returns their folder.
 
     Without `report`, a terminal shows a progress bar.
     """
@@ -102,13 +102,13 @@ def download(model: str, commit: str, *, weights: bool, report: Report | None = 
 
 
 def download_files(repository: str, commit: str, files: Sequence[str]) -> Path:
-    """The folder of a commit with those of the files that it has."""
+    """Downloads those of the files that a commit has, and returns their folder."""
     with _typed_errors(repository, commit), _bars() as bars:
         return _snapshot(repository, commit, files, tqdm_class=bars)
 
 
 def choose_gguf(model: str, commit: str, wanted: str) -> str:
-    """The GGUF file of a commit that is named so, or has that quantization."""
+    """The GGUF file of a commit with the wanted name or quantization."""
     if is_gguf(wanted):
         return wanted
     if constants.HF_HUB_OFFLINE:
@@ -120,7 +120,7 @@ def choose_gguf(model: str, commit: str, wanted: str) -> str:
 
 
 def download_gguf(model: str, commit: str, wanted: str, report: Report | None = None) -> Path:
-    """A GGUF file of a commit, of which all parts are downloaded unless they are there."""
+    """Downloads all parts of a commit's GGUF file unless they are cached."""
     file = choose_gguf(model, commit, wanted)
     parts = [str(part) for part in gguf_parts(Path(file))[1]]
     title = model if report is None and sys.stderr.isatty() else ""
@@ -150,11 +150,11 @@ def _cached_files(model: str, revision: str) -> list[str]:
 
 
 def _of_quantization(model: str, wanted: str, files: Sequence[str]) -> str:
-    """The one model, as its first part, whose name ends with a quantization."""
+    """The first part of the only model whose name ends with the wanted quantization."""
     names = {}
     for file in sorted(filter(is_gguf, files), reverse=True):
         name = gguf_parts(Path(file))[0]
-        if not name.startswith("mmproj"):  # A part for images.
+        if not name.startswith("mmproj"):  # an image encoder
             names[name] = file
     ending = re.compile(rf"(.*[-_.])?{re.escape(wanted)}", re.IGNORECASE)
     found = [file for name, file in names.items() if ending.fullmatch(name)]
@@ -184,8 +184,8 @@ def _snapshot(model: str, revision: str | None, files: Sequence[str], **options:
 
 @contextlib.contextmanager
 def _bars(report: Report | None = None, *, title: str = "") -> Iterator[type[tqdm]]:
-    """A class of progress bars: of those that the library makes, only the one for bytes is drawn,
-    under a title, and reports."""
+    """A class for the library's progress bars. Only the bar that counts bytes is drawn, under a
+    title, and reports."""
     made: list[tqdm] = []
 
     class Bar(tqdm):
@@ -224,12 +224,12 @@ def _typed_errors(model: str, revision: str) -> Iterator[None]:
         raise _refusal(error, model, revision) from error
     except (EntryNotFoundError, RevisionResolutionError) as error:
         raise _unreachable(error, model) from error
-    except (httpx2.HTTPError, OSError, RuntimeError) as error:  # the last of hf_xet
+    except (httpx2.HTTPError, OSError, RuntimeError) as error:  # RuntimeError: hf_xet's
         raise _broken_off(error, model) from error
 
 
 def _refusal(error: HfHubHTTPError, model: str, revision: str) -> BatonError:
-    """What the hub's answer means."""
+    """Translates the hub's error."""
     hub, status = constants.ENDPOINT, error.response.status_code
     if isinstance(error, GatedRepoError):
         return PermissionDenied(
@@ -252,7 +252,7 @@ def _refusal(error: HfHubHTTPError, model: str, revision: str) -> BatonError:
 
 def _unreachable(error: Exception, model: str) -> BatonError:
     if constants.HF_HUB_OFFLINE:
-        return Unavailable(f"{model} is not all in the cache, and HF_HUB_OFFLINE is set")
+        return Unavailable(f"{model} is not fully in the cache, and HF_HUB_OFFLINE is set")
     why = str(error.__cause__ or error).partition("\n")[0]
     return Unavailable(
         f"{model} is not in the cache, and {constants.ENDPOINT} cannot be reached: {why}"
@@ -260,7 +260,7 @@ def _unreachable(error: Exception, model: str) -> BatonError:
 
 
 def _broken_off(error: Exception, model: str) -> BatonError:
-    """What ended a download: the disk, or else the connection."""
+    """Translates the error that ended a download: the disk's, or else the connection's."""
     where = constants.HF_HUB_CACHE
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
@@ -268,5 +268,5 @@ def _broken_off(error: Exception, model: str) -> BatonError:
     if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return InvalidConfig(f"cannot write {model} into {where} (HF_HOME): {error}", field="model")
     return Unavailable(
-        f"the download of {model} was cut off ({error}); another one fetches only what is missing"
+        f"the download of {model} was interrupted ({error}); try again to fetch what is missing"
     )

@@ -1,4 +1,4 @@
-"""Folders of the cache that are made once on a machine, by one process, and then only read.
+"""Cache folders that one process of a machine makes once, and that are then only read.
 
     absent ──> made in a workspace beside it ──> installed, with a manifest
 
@@ -20,13 +20,13 @@ from pathlib import Path
 from baton.core.errors import InvalidConfig
 
 MANIFEST = "baton.json"
-"""Says what a folder was made of, and how."""
+"""The file that records what a folder was made from, and how."""
 
 Manifest = Mapping[str, str | int]
 
 
 def is_made(folder: Path, manifest: Manifest) -> bool:
-    """Whether the folder exists with this manifest."""
+    """True if the folder exists with this manifest."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -52,7 +52,7 @@ def make_folder(folder: Path, manifest: Manifest, make: Callable[[Path], None]) 
 
 @contextlib.contextmanager
 def _lock(parent: Path) -> Iterator[None]:
-    """The system releases it when a process dies."""
+    """Holds the lock, which the system releases when the process dies."""
     with (parent / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

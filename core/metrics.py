@@ -1,5 +1,5 @@
-"""Names, help texts and buckets of every metric: one list for code, dashboards and tests; and how a
-process serves its metrics to Prometheus."""
+"""Names, help texts and buckets of every metric, one list for code, dashboards and tests, and the
+server that gives them to Prometheus."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ HELP = {
     CACHED_TOKENS: "Prompt tokens that were cached: on the prefilling worker (so not computed), or"
     " on the decode worker (so not transferred)",
     PLACEMENTS: "Attempts by placement policy and reason",
-    TTFT_FORECAST_RATIO: "Predicted by actual time from placement to the first token",
+    TTFT_FORECAST_RATIO: "Predicted divided by actual time from placement to the first token",
     RESPONSE_LOOKUPS: "Requests looked up in the response cache, by result: hit, miss, failed",
     RESPONSE_STORES: "Responses for the response cache, by result: stored, failed",
     RESPONSE_BYTES: "Bytes of responses in this router's memory",
@@ -113,9 +113,9 @@ HELP = {
     COMPUTED_TOKENS: "Tokens run through the model",
     GUESSED_TOKENS: "Guessed tokens that steps have checked (speculation)",
     ACCEPTED_TOKENS: "Of these, the tokens that were right",
-    GUESSED_STEPS: "Steps with guesses of a request, for each request (speculation)",
+    GUESSED_STEPS: "Steps with guesses, counted for each request (speculation)",
     DRAFT_SECONDS: "Seconds that the draft model computed (speculation)",
-    DRAFT_GUESSES: "Guesses of the draft model that were compared with the tokens that came",
+    DRAFT_GUESSES: "Guesses of the draft model that were compared with the sampled tokens",
     DRAFT_RIGHT: "Of these, the guesses that were right",
     DAMAGED_PAGES: "Pages that arrived damaged and were requested again",
     FETCHED_PAGES: "Pages that a prefill worker fetched from another worker's cache",
@@ -153,17 +153,18 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Zeros where there are no values."""
+        """Zeros if there are no values."""
         if not len(values):
             return cls(0.0, 0.0, 0.0, 0.0)
         ordered = sorted(values)
-        # The nearest rank: a value that was measured.
+        # Nearest rank, so that each percentile is a measured value.
         ranks = (max(0, -(-percent * len(ordered) // 100) - 1) for percent in PERCENTILES)
         return cls(sum(ordered) / len(ordered), *(ordered[rank] for rank in ranks))
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int, tls: TlsConfig) -> WSGIServer:
-    """Port 0 takes any free one. With `tls.folder` over TLS; Prometheus needs no certificate."""
+    """Serves metrics, over TLS if `tls.folder` is set; Prometheus needs no certificate. Port 0
+    takes any free one."""
     from prometheus_client import start_http_server  # commands need the names alone
 
     folder = Path(tls.folder)
@@ -176,8 +177,8 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int, tls: TlsCon
 
 
 def end_metrics(server: WSGIServer) -> None:
-    """Its thread looks twice a second whether to end; the end of its socket wakes it at once."""
-    with contextlib.suppress(OSError):  # Not every system lets a socket that listens end so.
+    """Its thread polls twice a second for its end; shutting down its socket wakes it at once."""
+    with contextlib.suppress(OSError):  # not every system can shut down a listening socket
         server.socket.shutdown(socket.SHUT_RDWR)
     server.shutdown()
     server.server_close()

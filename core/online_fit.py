@@ -1,8 +1,8 @@
 """Online fits of measured times. Pure: no I/O, no clock; a few microseconds each.
 
-`OnlineFit` is least squares with exponential forgetting. A time is a sum of features, each times a
-positive coefficient, and all of it times a pace. The pace follows the latest measurements quickly:
-a busy machine slows everything down alike. The coefficients follow slowly, from a prior.
+`OnlineFit` is least squares with exponential forgetting. A time is modelled as a sum of features
+with positive coefficients, times a pace. The pace follows the latest measurements quickly, since a
+busy machine slows everything down alike. The coefficients start at a prior and follow slowly.
 
 Errors are relative to the prediction, so that short and long times are learned alike, and outliers
 are bounded.
@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 
 PRIOR_WEIGHT = 2.0
-"""Measurements of each feature alone that the prior counts for."""
+"""Weight of the prior, in measurements of each feature."""
 LEAST_WEIGHT = 1e-9
-"""For features that were 0 for as long as that, the prior alone counts."""
+"""A feature that was 0 for so long that its weight is below this keeps its prior."""
 LEAST_SHARE = 0.01
 """No coefficient falls below this share of the prior's."""
 OUTLIER = 3.0
@@ -40,11 +40,11 @@ class OnlineFit:
         self._prior = list(prior)
         self._keep = math.exp(-1.0 / memory)
         self._pace = 0.0  # the logarithm of a factor on all coefficients
-        self._spread = FIRST_SPREAD  # the usual error, as a logarithm of measured / predicted
+        self._spread = FIRST_SPREAD  # the usual error: log(measured / predicted)
         self._count = 0
         self._weight = 0.0
-        # In units of the prior: sums over the measurements of the products of two features, and
-        # of a feature and the time.
+        # In units of the prior, summed over the measurements: products of two features, and of a
+        # feature and the time.
         self._squares = [[0.0] * size for _ in range(size)]
         self._products = [0.0] * size
         self._shares = [1.0] * size
@@ -59,7 +59,7 @@ class OnlineFit:
         return sum(a * b for a, b in zip(self.coefficients, features, strict=True))
 
     def note(self, features: Sequence[float], seconds: float) -> None:
-        """Adds a measurement, unless it cannot be a time."""
+        """Adds a measurement. Ignores seconds that are negative or not finite."""
         if not (math.isfinite(seconds) and seconds >= 0):
             return
         row = [a * b for a, b in zip(self._prior, features, strict=True)]
@@ -134,15 +134,15 @@ def _solve_linear(matrix: list[Vector], right: Vector) -> Vector:
 
 
 class InterferenceShare:
-    """How much longer decoding takes while prefill workers compute.
+    """Estimates how much longer decoding takes while prefill workers compute.
 
-    Where they share hardware, a step is held up now and then for as long as a prompt takes, which
-    a fit that bounds outliers would discard. So seconds are summed: those by which steps were
-    late, and those of prefill compute beside them.
+    On shared hardware, a step is sometimes delayed by a whole prompt, which a fit that bounds
+    outliers would discard. So this sums the seconds by which steps were late, and the seconds of
+    prefill compute beside them.
     """
 
     MEMORY_SECONDS = 60.0  # of prefill compute, after which a measurement counts for a third
-    PRIOR_SECONDS = 1.0  # that the prior counts for
+    PRIOR_SECONDS = 1.0  # weight of the prior
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
@@ -151,12 +151,12 @@ class InterferenceShare:
 
     @property
     def share(self) -> float:
-        """What a second of prefill compute costs a decoding request: 0 to 1."""
+        """Seconds that a second of prefill compute costs a decoding request: 0 to 1."""
         late = self._late + self._prior * self.PRIOR_SECONDS
         return min(max(late / (self._busy + self.PRIOR_SECONDS), 0.0), 1.0)
 
     def note(self, busy_seconds: float, late_seconds: float) -> None:
-        """Steps beside `busy_seconds` of prefill compute took `late_seconds` longer than alone."""
+        """Records that steps took `late_seconds` more beside `busy_seconds` of prefill compute."""
         if busy_seconds <= 0.0:
             return
         keep = math.exp(-busy_seconds / self.MEMORY_SECONDS)

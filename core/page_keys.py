@@ -1,4 +1,4 @@
-"""Names and checksums of KV pages.
+"""Keys and checksums of KV pages.
 
 A full page's key depends on everything its contents depend on: the model and layout (the root),
 the adapter's digest, who may share it (the salt), all tokens before it (through the previous page's
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 16
 KEY_SIZES = (KEY_BYTES, KEY_BYTES + 1)
-"""Sizes of the keys of pages with slice 0 of the layers, and with another."""
+"""Sizes of page keys: for slice 0 of the layers, and for other slices."""
 TOKEN_BYTES = 4
 
 _DIGEST_COLUMNS = 511
-"""Words a row. Odd, so that swapped blocks of any power of two change the sums."""
+"""Words per row. Odd, so that swapped blocks of any power of two change the sums."""
 
 
 def salted_root(root: bytes, salt: str, adapter: bytes = b"") -> bytes:
-    """The parent key of first pages under `salt` and an adapter's digest; different ones share
-    nothing."""
+    """The parent key of first pages under `salt` and an adapter's digest. Different salts or
+    digests share no pages."""
     if adapter:
         root = blake2b(root + adapter, digest_size=KEY_BYTES, person=b"baton-adapter").digest()
     return blake2b(root + salt.encode(), digest_size=KEY_BYTES, person=b"baton-salt").digest()
@@ -48,12 +48,12 @@ def page_keys(parent: bytes, tokens: Sequence[int], page_size: int) -> list[byte
 
 
 def slice_key(key: bytes, number: int) -> bytes:
-    """The key of the page with slice `number` of the layers, where `key` is that of slice 0."""
+    """The key of the page with slice `number` of the layers, given that of slice 0."""
     return key + bytes((number,)) if number else key
 
 
 def is_first_slice(key: bytes) -> bool:
-    """Whether it is the key of a page with slice 0, which is all that routers know."""
+    """True for the key of a page with slice 0. Routers know only these."""
     return len(key) == KEY_BYTES
 
 
@@ -78,17 +78,17 @@ class KeyChain:
         return self._keys[:full]
 
     def to_find(self, tokens: Sequence[int]) -> list[bytes]:
-        """Keys of the pages that a cache may provide: the last token is always computed."""
+        """Keys of the pages that a cache may provide. The last token is always computed."""
         return self.keys(tokens, len(tokens) - 1)
 
     def names(self, place: int, key: bytes) -> bool:
-        """Whether page number `place` has this key, as far as keys were made."""
+        """True if page number `place` has this key. False if its key was not computed yet."""
         return place < len(self._keys) and self._keys[place] == key
 
 
 @dataclass(frozen=True, slots=True)
 class PageNaming:
-    """What the keys of a cluster's cached pages are made with."""
+    """The values from which the keys of a cluster's cached pages are computed."""
 
     root: bytes
     page_size: int
@@ -103,7 +103,7 @@ def page_digest(page: NDArray[numpy.uint8]) -> int:
     It finds damage, not malice: flipped bits and missing, stale or swapped bytes. A page of
     720 KiB takes 0.05 ms on two Arm cores, a sixth of a plain CRC.
     """
-    import numpy  # routers use keys alone, and load no numpy
+    import numpy  # routers use only keys, and load no numpy
 
     whole = len(page) // (8 * _DIGEST_COLUMNS) * 8 * _DIGEST_COLUMNS
     rows = page[:whole].view(numpy.uint64).reshape(-1, _DIGEST_COLUMNS)

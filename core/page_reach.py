@@ -1,10 +1,11 @@
-"""Windows of attention and pages: how layers are cut into slices by their windows, and how far back
+"""Attention windows and pages: cuts layers into slices by their windows, and computes how far back
 a window reaches.
 
 A group is the layers with one window. Its layers are cut into slices of equally many layers,
 and a page holds the keys and values of one slice. So the pages of all groups have one size and
 come from one pool, whatever share of it each group needs, and a page that no window of its
-group reaches is returned while its sequence still runs. Layers that are all alike are one slice.
+group reaches is returned while its sequence still runs. Layers that all have one window are one
+slice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class LayerSlices:
 
 
 def cut_layers(windows: Sequence[Window]) -> LayerSlices:
-    """The slices of a model whose layers have these windows."""
+    """Cuts layers with these windows into slices."""
     groups: dict[Window, list[int]] = {}
     for layer, window in enumerate(windows):
         groups.setdefault(window, []).append(layer)
@@ -46,7 +47,7 @@ def cut_layers(windows: Sequence[Window]) -> LayerSlices:
 
 
 def _layers_of_slice(groups: list[int]) -> int:
-    """The most layers of a slice that leave few places of any group unused."""
+    """The largest number of layers per slice that leaves few places of any group unused."""
     return next(
         size
         for size in range(max(groups), 0, -1)
@@ -55,12 +56,13 @@ def _layers_of_slice(groups: list[int]) -> int:
 
 
 def windows_of(stated: Iterable[int]) -> tuple[Window, ...]:
-    """The windows of the slices that a pool's layout states: 0 for none, nothing for one slice."""
+    """The windows of a pool's slices from its layout, where 0 is no window. An empty layout has one
+    slice without a window."""
     return tuple(window or None for window in stated) or (None,)
 
 
 def pages_held(tokens: float, page_size: int, windows: Iterable[Window]) -> float:
-    """Pages of a sequence of `tokens` tokens. Slices have these windows, and pages of their own."""
+    """Pages that a sequence of `tokens` tokens holds. Each slice has pages of its own."""
     return sum(min(tokens, window or tokens) for window in windows) / page_size
 
 
@@ -70,6 +72,6 @@ def first_page(window: Window, tokens: int, page_size: int) -> int:
 
 
 def first_kept(window: Window, tokens: int, page_size: int) -> int:
-    """The first page to keep of a sequence of `tokens` tokens: what the next ones see, and what
-    those see that continue after its last full page."""
+    """The first page to keep of a sequence of `tokens` tokens: its next tokens may see it, or those
+    of a sequence that continues after its last full page."""
     return first_page(window, tokens // page_size * page_size, page_size)

@@ -1,4 +1,4 @@
-"""Start times, logging, stopping, tasks and garbage collection, alike in every process."""
+"""Start times, logging, stopping, tasks and garbage collection, shared by all processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GARBAGE_THRESHOLDS = (20_000, 20, 20)
 
 
 class StartTimes:
-    """Where the seconds of a start go, stage by stage."""
+    """Measures the stages of a start."""
 
     def __init__(self, began: float | None = None) -> None:
         """`began` in time.monotonic's seconds; now by default."""
@@ -29,7 +29,7 @@ class StartTimes:
         self._stages: defaultdict[str, float] = defaultdict(float)
 
     def mark(self, stage: str) -> None:
-        """The time since the mark before was spent on `stage`."""
+        """Counts the time since the previous mark as `stage`."""
         now = time.monotonic()
         self._stages[stage] += now - self._last
         self._last = now
@@ -70,7 +70,7 @@ class StopSignal:
 
 
 def stop_on_signals() -> StopSignal:
-    """Requested by SIGTERM or SIGINT."""
+    """Makes a StopSignal that SIGTERM and SIGINT request."""
     stopping = StopSignal()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.request)
@@ -92,8 +92,8 @@ def set_up_logging(level: str) -> None:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """No collections of garbage within. What imports make stays, for example, and looking for
-    garbage among it takes an eighth of torch's time."""
+    """Pauses garbage collection. Imports, for example, make no garbage, and looking for it takes an
+    eighth of torch's import time."""
     collects = gc.isenabled()
     gc.disable()
     try:

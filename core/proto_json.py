@@ -1,7 +1,7 @@
-"""Protobuf messages as JSON for people and scripts, and the JSON schema of it.
+"""Protobuf messages as JSON for people and scripts, and the schema of this JSON.
 
-As protobuf's own JSON, but: every field is present, 64-bit numbers are numbers, seconds end at
-the microsecond, and an enum's value is its name without the enum's ("prefill", not
+Unlike in protobuf's own JSON, every field is present, 64-bit numbers are numbers, seconds are
+rounded to microseconds, and an enum's value is its name without the enum's ("prefill", not
 "ROLE_PREFILL").
 """
 
@@ -48,7 +48,7 @@ def _value(field: FieldDescriptor, value: object) -> object:
 
 
 def json_schema(message: type[Message]) -> Json:
-    """The JSON schema of `to_json`'s output for such a message."""
+    """The JSON schema of `to_json`'s output for messages of this type."""
     return _object_schema(cast(Descriptor, message.DESCRIPTOR))
 
 

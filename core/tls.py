@@ -1,8 +1,8 @@
-"""Certificates as a folder keeps them (`baton certs` makes one), and who may listen without.
+"""The folder of certificates (`baton certs` makes one), and who may listen without it.
 
     ca.pem                      signs the cluster's own processes
     node.pem, node.key          identity of such a process, as a server and as a client
-    clients-ca.pem              signs clients, where they must present a certificate
+    clients-ca.pem              signs clients, if they must present a certificate
     client.pem, client.key      identity of a client
 
 There are two authorities so that a client of a router cannot talk to workers.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from baton.core.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from baton.core.config import Config  # needs YAML, which a client has not
+    from baton.core.config import Config  # needs YAML, which a client lacks
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ CA, NODE, CLIENTS_CA, CLIENT = "ca", "node", "clients-ca", "client"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process's certificate and key, and the authority that must have signed its peers'
-    certificates (None: peers need none), in PEM."""
+    """A process's certificate and key in PEM, and the authority that must have signed its peers'
+    certificates (None: peers need none)."""
 
     certificate: bytes
     key: bytes
@@ -91,8 +91,8 @@ def check_worker(config: Config, host: str) -> None:
     """Raises InvalidConfig if anybody on the network could use the worker."""
     if not (is_loopback(host) or config.tls.folder or config.insecure):
         raise InvalidConfig(
-            f"other machines can reach a worker at {host}, and it would obey them: set"
-            " tls.folder (--tls), or insecure (--insecure)",
+            f"other machines can reach and control a worker at {host}: set tls.folder (--tls), or"
+            " insecure (--insecure)",
             field="insecure",
         )
 

@@ -35,10 +35,10 @@ class FinishReason(enum.Enum):
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's queue of work, as torch.cuda.Event."""
+    """A point in a device's queue of work, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether all work queued before it is done."""
+        """True if all work queued before it is done."""
 
 
 class AttemptKey(NamedTuple):
@@ -65,15 +65,15 @@ class Sampling:
     # Tokens of the answer, and of prompt and answer, before a stop token may come.
     min_tokens: int = 0
     min_length: int = 0
-    # No run of this many tokens comes twice in prompt and answer; 0 allows it.
+    # No n-gram of this size occurs twice in prompt and answer; 0 allows it.
     no_repeat_ngram_size: int = 0
-    # Tokens that never come, and those that never come first.
+    # Tokens that never occur, and those that never occur first.
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
-    # Runs of tokens that never come: each run's last token, after the others.
+    # Sequences that never occur: each one's last token is banned after the others.
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    # Asked for every row of every step. Whether logits are changed before a token is chosen, and
-    # whether the tokens before it decide how.
+    # Read for every row of every step: True if logits are changed before a token is chosen, and if
+    # earlier tokens decide how.
     adjusts: bool = field(init=False, repr=False)
     looks_back: bool = field(init=False, repr=False)
 
@@ -89,7 +89,7 @@ class Sampling:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are dropped before one is drawn."""
+        """True if some tokens are dropped before one is drawn."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
@@ -102,7 +102,7 @@ class Sampling:
 
     @property
     def bans(self) -> bool:
-        """Whether some tokens are ruled out (engine/sampler.py)."""
+        """True if some tokens are ruled out (engine/sampler.py)."""
         return bool(
             self.min_tokens
             or self.min_length
@@ -129,7 +129,7 @@ class Logprobs(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter: what it holds, and where it is read from (core/adapter_store.py)."""
+    """A LoRA adapter: the digest of its content, and its location (core/adapter_store.py)."""
 
     digest: bytes
     folder: str
@@ -159,7 +159,7 @@ class Work:
     sampling: Sampling
     max_tokens: int
     stop_token_ids: frozenset[int]
-    # Of prompt_tokens, the count of answer tokens at their end.
+    # How many of the prompt_tokens, at their end, are answer tokens.
     answer_tokens: int = 0
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
@@ -173,11 +173,11 @@ class Work:
     prediction: Sequence[int] = ()
     # The lower, the earlier its worker serves it.
     priority: int = 0
-    # Whether it shares no step with other requests, since workers were lost under it.
+    # Shares no step with other requests, since it was on workers that were lost.
     alone: bool = False
-    # What is added to the model's weights; None: nothing.
+    # The LoRA adapter; None: the model's own weights.
     adapter: Adapter | None = None
-    # How the prompt's hidden states become its embedding; None where none is wanted.
+    # How the prompt's hidden states become its embedding; None if none is wanted.
     pooling: Pooling | None = None
     # How long the prompt's cached pages count as used, once they are computed.
     retain_seconds: int = 0
@@ -186,15 +186,15 @@ class Work:
 
     @property
     def cache_name(self) -> str:
-        """Work of one name shares pages. A prompt whose rows are all needed shares none: cached
-        pages have no logprobs and no hidden states."""
+        """Requests with the same name share pages. A prompt that needs all its rows shares none,
+        since cached pages have no logprobs and no hidden states."""
         if not self.needs_all_rows:
             return self.cache_salt
         return f"{self.cache_salt}\n{self.key.request_id}\n{self.key.epoch}"
 
     @property
     def background(self) -> bool:
-        """Whether it pauses while other requests are served."""
+        """True if it pauses while other requests are served."""
         return self.priority >= LAST_PRIORITY
 
     @property
@@ -204,7 +204,7 @@ class Work:
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether the last layer computes every token of the prompt."""
+        """True if the last layer computes every token of the prompt."""
         return self.prompt_logprobs is not None or self.pooling is Pooling.MEAN
 
     @property
@@ -213,7 +213,7 @@ class Work:
         return self.max_tokens - self.answer_tokens
 
     def finish_reason(self, token: int, generated: int) -> FinishReason | None:
-        """Whether `token`, the `generated`-th of the answer, is its last."""
+        """Why `token`, the `generated`-th of the answer, ends it; None if it does not."""
         if token in self.stop_token_ids:
             return FinishReason.STOP
         if generated >= self.max_tokens:
@@ -255,12 +255,12 @@ class Tool:
 class ChatPrompt:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    # Whether a tool must be called, and which ones may be; empty: any.
+    # A tool must be called; the tools that may be called (empty: any).
     must_call: bool = False
     allowed_tools: tuple[str, ...] = ()
-    # What the chat template sees besides, as a JSON object.
+    # Further variables of the chat template, as a JSON object.
     template_kwargs: str = "{}"
-    # Whether an answer begins after the last message, nothing follows it, or it is continued.
+    # After the last message, an answer begins or nothing follows, or the message is continued.
     end: Literal["open", "closed", "continued"] = "open"
 
     @property
@@ -309,7 +309,7 @@ class Caching(enum.Enum):
 
     @classmethod
     def parse(cls, header: str) -> Caching:
-        """The strictest of a Cache-Control header; what else it says is ignored."""
+        """The strictest directive of a Cache-Control header; others are ignored."""
         given = {part.strip().lower() for part in header.split(",")} if header else ()
         strict = (cls.NEVER, cls.RENEW, cls.ONLY)
         return next((each for each in strict if each.value in given), cls.ALLOWED)
@@ -331,16 +331,16 @@ class Request:
     logprobs: int | None = None
     # The same for the prompt's tokens, from its second on.
     prompt_logprobs: int | None = None
-    # How the prompt's hidden states become its embedding; None where none is wanted.
+    # How the prompt's hidden states become its embedding; None if none is wanted.
     pooling: Pooling | None = None
     # What every answer must match; None: anything.
     structure: Structure | None = None
-    # The answer as the caller predicts it: faster as far as it is right (speculation).
+    # The answer as the caller predicts it: matching parts are faster (speculation).
     prediction: str = ""
-    # Whether a text gets the model's special tokens, and whether answers show theirs.
+    # Add the model's special tokens to a text prompt, and leave them out of answers.
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
-    # The prompt's last tokens that are kept; -1: as many as leave room for the answer.
+    # How many of the prompt's last tokens to keep; -1: as many as leave room for the answer.
     truncate_prompt_tokens: int | None = None
     # The model's name as the caller gave it, and the adapter that it stands for.
     model: str = ""
@@ -351,14 +351,14 @@ class Request:
     retain_seconds: int = 0
     # The API key's name; empty where no key is required.
     tenant: str = ""
-    # The lower, the earlier it is admitted. Within one, tenants take turns.
+    # The lower, the earlier it is admitted. Tenants of one priority take turns.
     priority: int = 0
-    # Whether the caller chose the sampling's seed.
+    # The caller chose the sampling's seed.
     seeded: bool = False
     caching: Caching = Caching.ALLOWED
-    # How similar a question must be for its cached answer to do; None: only the same request's.
+    # Minimum similarity of a question whose cached answer may be used; None: the same request's.
     semantic_similarity: float | None = None
     # The caller's deadline, on time.monotonic()'s clock.
     deadline: float = math.inf
-    # The answer's tokens that the caller has, from a stream that broke; it continues after them.
+    # Tokens that the caller received before its stream broke. The answer continues after them.
     resumed: tuple[int, ...] = ()

@@ -133,7 +133,7 @@ def role_to(role: Role) -> pb.Role.ValueType:
 
 
 def is_role(value: int) -> bool:
-    """Whether the wire's value is a known role."""
+    """True if the wire's value is a known role."""
     return value in _ROLE_BACK
 
 
@@ -142,7 +142,7 @@ def role_from(value: pb.Role.ValueType) -> Role:
 
 
 def failed_to(key: AttemptKey, error: BatonError, *, retry: bool = False) -> pb.WorkerMessage:
-    """`retry` marks the request as sound, whatever the error's type."""
+    """`retry` marks the request as not at fault, whatever the error's type."""
     return pb.WorkerMessage(
         failed=pb.Failed(
             request_id=key.request_id,

@@ -154,7 +154,7 @@ def test_what_cannot_be_added_or_removed_is_refused(client: Client, folder: Path
         ("one", keys, "is a model that is served"),
         ("more", "[]", "keys of a model are a JSON object"),
         ("more", '{"model": "/nowhere"}', "not a folder with a config.json"),
-        ("more", '{"model": "/nowhere", "tls": {}}', "is no key of one model"),
+        ("more", '{"model": "/nowhere", "tls": {}}', "is not a key of one model"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
             client.add_model(name, given)

@@ -269,7 +269,7 @@ BAD: dict[str, Callable[[Path], None]] = {
         folder, q_proj_lora_A_weight=torch.zeros(4, 48, dtype=torch.int64)
     ),
     "cannot read": lambda folder: (folder / "adapter_model.safetensors").unlink(),
-    "is no pattern": lambda folder: change_adapter_config(folder, rank_pattern={"(": 4}),
+    "is not a pattern": lambda folder: change_adapter_config(folder, rank_pattern={"(": 4}),
 }  # fmt: skip
 
 

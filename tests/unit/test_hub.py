@@ -220,7 +220,7 @@ def test_a_private_model_wants_a_token(
 
 
 def test_a_model_that_is_not_there_offline_is_named(command: Command) -> None:
-    expected = f"{NAME} is not all in the cache, and HF_HUB_OFFLINE is set"
+    expected = f"{NAME} is not fully in the cache, and HF_HUB_OFFLINE is set"
     assert command.fail(NAME, HF_HUB_OFFLINE="1") == expected
 
 

@@ -64,7 +64,7 @@ def test_each_model_has_the_shared_keys_and_its_own() -> None:
         ({"models": {"a": 3}}, "models.a must hold keys and values"),
         ({"models": 3}, "models must hold names"),
         ({"models": {"a b": {"model": "x"}}}, "a model's name has letters"),
-        ({"models": {"a": {"model": "x", "tls": {}}}}, "models.a.tls is no key of one model"),
+        ({"models": {"a": {"model": "x", "tls": {}}}}, "models.a.tls is not a key of one model"),
         ({"models": {"a": {"model": "x", "router": {"port": 1}}}}, "and nothing else"),
         ({"models": {"a": {"model": "x", "decode": {"wokers": 1}}}}, "did you mean workers"),
         ({"models": {"a": {"model": "x", "dtype": "x"}}}, "models.a: dtype must be one of"),
