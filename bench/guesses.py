@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from baton.core.config import Config, settle
+from baton.core.config import Config, with_device_defaults
 from baton.core.config_values import Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.draft_pricing import Follower
@@ -267,7 +267,7 @@ def load_draft_of(config: Path, main: Engine) -> Engine:
     )
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(config, Path(folder) / "config.json")
-        return load_draft(settle(settings, "cuda"), Path(folder), main)
+        return load_draft(with_device_defaults(settings, "cuda"), Path(folder), main)
 
 
 ROWS = {"steps": steps, "right": right, "nothing": nothing, "draft": draft}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from baton import AsyncClient
 from baton.core import model_store
-from baton.core.config import Config, DecodeConfig, Size, settle
+from baton.core.config import Config, DecodeConfig, Size, with_device_defaults
 from baton.core.page_keys import page_keys
 from baton.core.page_reach import Window
 from baton.engine.architecture import read_architecture
@@ -114,7 +114,7 @@ async def _pools(client: AsyncClient, shape: Shape) -> PoolShape:
         prefill_pages=pages[worker_pb2.ROLE_PREFILL],
         decode_pages=decode,
         max_batch=MAX_BATCH,
-        chunk_tokens=settle(Config(), "cpu").prefill.chunk_tokens,
+        chunk_tokens=with_device_defaults(Config(), "cpu").prefill.chunk_tokens,
         cores=SharedCores(len(os.sched_getaffinity(0)), weight(DecodeConfig().nice)),
     )
 

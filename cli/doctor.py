@@ -27,7 +27,7 @@ from baton.cli.terminal import AsJson, print_json
 from baton.cluster.preflight import take_port
 from baton.core import config as configs
 from baton.core import model_store
-from baton.core.config import Config, settle
+from baton.core.config import Config, with_device_defaults
 from baton.core.errors import BatonError, InvalidConfig
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -186,9 +186,9 @@ def check_device(config: Config) -> tuple[str, Check]:
 
 def check_memory(config: Config, device: str) -> Check:
     """Checks that the page pools of one worker of each role and model fit. Weights come on top."""
-    settled = [settle(each, device) for each in configs.served_configs(config)]
+    configured = [with_device_defaults(each, device) for each in configs.served_configs(config)]
     wanted = sum(
-        each.prefill.kv_memory + each.decode.kv_memory + each.draft_kv_memory for each in settled
+        each.prefill.kv_memory + each.decode.kv_memory + each.draft_kv_memory for each in configured
     )
     free = _free_bytes(device)
     finding = f"a pool of each role takes {_gib(wanted)}, and {_gib(free)} are free"

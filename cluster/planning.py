@@ -19,7 +19,7 @@ import ray
 
 from baton.cluster.actors import switch_role
 from baton.cluster.fleet_manager import FleetManager
-from baton.core.config import Config, settle
+from baton.core.config import Config, with_device_defaults
 from baton.core.errors import BatonError
 from baton.planner.sizing import (
     NONE,
@@ -60,7 +60,7 @@ class PlanRounds:
         )
         self.acts = settings.act
         self.round_seconds = settings.round_seconds
-        self._max_batch = settle(config, device).decode.max_batch
+        self._max_batch = with_device_defaults(config, device).decode.max_batch
         self._window = TrafficWindow(settings.round_seconds)
         # The last report of each router, and when it came.
         self._reports: dict[str, tuple[float, pb.RouterReport]] = {}

@@ -213,7 +213,7 @@ class Config:
         return self.prefill if role is Role.PREFILL else self.decode
 
 
-def settle(config: Config, device: str) -> Config:
+def with_device_defaults(config: Config, device: str) -> Config:
     """Fills in the values that are chosen by device, "cpu" or "cuda"."""
     gpu = device == "cuda"
     memory = Size(0 if gpu else 2**30)

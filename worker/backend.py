@@ -23,7 +23,7 @@ from torch import Tensor
 
 from baton.core import model_store
 from baton.core.adapter_store import find_adapter
-from baton.core.config import CacheConfig, Config, settle
+from baton.core.config import CacheConfig, Config, with_device_defaults
 from baton.core.errors import AdapterMissing, InvalidConfig, WorkerLost
 from baton.core.page_keys import KEY_SIZES
 from baton.core.process import StartTimes
@@ -89,7 +89,7 @@ class Backend:
         self._device = config.device
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._config = settle(config, self._device)
+        self._config = with_device_defaults(config, self._device)
         self._worker_id = worker_id
         self._inbox = inbox
         self._outbox = outbox

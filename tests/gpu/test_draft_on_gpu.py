@@ -22,7 +22,7 @@ from tiny_models import TINY_MODELS, generate_with_transformers, save
 
 from baton import AsyncClient
 from baton.core import metrics
-from baton.core.config import Config, settle
+from baton.core.config import Config, with_device_defaults
 from baton.core.types import Structure, Work
 from baton.decode_worker.drafts import Drafts
 from baton.decode_worker.speculation import Speculation
@@ -119,7 +119,9 @@ def test_answers_with_a_grammar_are_as_without(tmp_path: Path) -> None:
 
 def test_the_main_model_leaves_room_for_the_draft(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-8b"]))
-    config = settle(Config(speculation="draft", weights="random", max_context=2048), "cuda")
+    config = with_device_defaults(
+        Config(speculation="draft", weights="random", max_context=2048), "cuda"
+    )
     share = 0.2
     main = GpuSettings(memory_share=share, max_batch=256, chunk_tokens=2048, guesses=True)
     room = draft_room(config, tmp_path, torch.bfloat16, main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.config import Config, settle
+from baton.core.config import Config, with_device_defaults
 from baton.core.errors import Internal
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
@@ -30,7 +30,7 @@ class Driven:
         world = World(0)
         self.worker = SimulatedWorker(
             *(world, Fabric(world, lambda write: None), f"{kind.value}0", kind),
-            settle(Config(page_size=PAGE), "cpu"),
+            with_device_defaults(Config(page_size=PAGE), "cpu"),
             pages=pages,
             digests=not runs_ahead,
             incarnation=1,

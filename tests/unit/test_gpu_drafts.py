@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from speculating import SAMPLINGS, Loop, works
 from tiny_models import TINY_MODELS, save
 
-from baton.core.config import Config, settle
+from baton.core.config import Config, with_device_defaults
 from baton.core.config_values import Size
 from baton.core.errors import InvalidConfig
 from baton.engine.draft_model import MOST_BEHIND, draft_settings, page_bytes
@@ -46,7 +46,7 @@ def test_answers_are_those_without_while_steps_run_ahead(
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "qwen3-moe", "deepseek-v3"])
 def test_room_is_left_for_weights_steps_and_pages(name: str, tmp_path: Path) -> None:
     save(TINY_MODELS[name], tmp_path)
-    config, main = settle(Config(max_context=64), "cuda"), GpuSettings()
+    config, main = with_device_defaults(Config(max_context=64), "cuda"), GpuSettings()
     room = draft_room(config, tmp_path, torch.float32, main)
     stored = load_file(tmp_path / "model.safetensors").values()
     weights = sum(tensor.numel() * 4 for tensor in stored)
@@ -54,7 +54,7 @@ def test_room_is_left_for_weights_steps_and_pages(name: str, tmp_path: Path) -> 
     assert draft_settings(config, larger) == draft_settings(config, main)
     assert room.fixed > weights
     assert room.page == page_bytes(read_model(tmp_path, "native", 64), config, 4, "cuda")
-    fixed = settle(Config(max_context=64, draft_kv_memory=Size(1 << 20)), "cuda")
+    fixed = with_device_defaults(Config(max_context=64, draft_kv_memory=Size(1 << 20)), "cuda")
     assert draft_room(fixed, tmp_path, torch.float32, main) == DraftRoom(room.fixed + (1 << 20), 0)
 
 
@@ -67,5 +67,5 @@ def test_pages_of_both_models_share_what_is_left() -> None:
 def test_a_draft_that_transformers_runs_is_refused_by_name(tmp_path: Path) -> None:
     save(FOREIGN_MODELS["stablelm"], tmp_path)
     with pytest.raises(InvalidConfig, match="natively") as refused:
-        draft_room(settle(Config(), "cuda"), tmp_path, torch.float32, GpuSettings())
+        draft_room(with_device_defaults(Config(), "cuda"), tmp_path, torch.float32, GpuSettings())
     assert refused.value.field == "draft_model"

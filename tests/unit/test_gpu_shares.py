@@ -6,7 +6,7 @@ import pytest
 
 from baton.cluster.actors import sized_for
 from baton.cluster.preflight import describe_wait, gpus_of, gpus_per_rank, within_share
-from baton.core.config import Config, DecodeConfig, PrefillConfig, settle
+from baton.core.config import Config, DecodeConfig, PrefillConfig, with_device_defaults
 from baton.core.errors import InvalidConfig
 from baton.core.types import Role
 
@@ -49,7 +49,7 @@ def test_workers_that_share_a_gpu_share_its_memory_by_default() -> None:
     assert within_share(Config(), 0.5).gpu_memory == 0.45
     assert within_share(Config(gpu_memory=0.3), 0.5).gpu_memory == 0.3
     for whole in (0.0, 1.0, 2.0):
-        assert settle(within_share(Config(), whole), "cuda").gpu_memory == 0.9
+        assert with_device_defaults(within_share(Config(), whole), "cuda").gpu_memory == 0.9
 
 
 def test_too_few_gpus_are_an_error_unless_the_cluster_can_grow() -> None:

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from baton.core.errors import InvalidRequest, NotServed
 from baton.core.proto_json import Json
 from baton.router.edges.http.batches.batch_store import BatchObject, BatchStore
-from baton.router.edges.http.batches.file_store import FileObject, unknown
+from baton.router.edges.http.batches.file_store import FileObject, unknown_id
 from baton.router.edges.http.body import body_chunks, parse_body, receive_timeout
 from baton.router.edges.http.endpoint import json_response, query_limit
 from baton.router.edges.http.generation_request import ShortText
@@ -47,7 +47,7 @@ Metadata = Annotated[
 Listed = TypeVar("Listed", FileObject, BatchObject)
 
 
-def _window(value: str) -> str:
+def _check_window(value: str) -> str:
     seconds_of(value)
     return value
 
@@ -62,7 +62,7 @@ class BatchRequest(RequestModel):
     endpoint: Literal[
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
     ] = about("The url of all its lines.", ...)
-    completion_window: Annotated[str, AfterValidator(_window)] = about(
+    completion_window: Annotated[str, AfterValidator(_check_window)] = about(
         'How long it may take: a number and s, m, h or d, such as "24h".', ...
     )
     metadata: Metadata | None = about("Kept with the batch.")
@@ -146,7 +146,7 @@ class BatchEndpoints:
         store.file(owner, file_id)
         path = store.content(owner, file_id)
         if not path.exists():
-            raise unknown(file_id)
+            raise unknown_id(file_id)
         return FileResponse(path, media_type="application/jsonl")
 
     async def batches(self, http: HttpRequest) -> Response:
@@ -214,7 +214,7 @@ def _page(http: HttpRequest, found: Sequence[Listed], default: int, most: int) -
     if after := query.get("after"):
         places = [place for place, each in enumerate(found) if each["id"] == after]
         if not places:
-            raise unknown(after)
+            raise unknown_id(after)
         found = found[places[0] + 1 :]
     page = found[:limit]
     ids: list[Any] = [each["id"] for each in page] or [None]

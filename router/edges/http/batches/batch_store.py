@@ -25,7 +25,7 @@ from baton.router.edges.http.batches.file_store import (
     FileStore,
     raise_if_full,
     read_all,
-    unknown,
+    unknown_id,
     write_json,
 )
 
@@ -163,7 +163,7 @@ class BatchStore:
         try:
             content = self.files.path(owner, batch_id, ".json").read_bytes()
         except FileNotFoundError:
-            raise unknown(batch_id) from None
+            raise unknown_id(batch_id) from None
         return self._with_cancellation(owner, json.loads(content))
 
     def _with_cancellation(self, owner: str, batch: BatchObject) -> BatchObject:

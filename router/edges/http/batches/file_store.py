@@ -69,7 +69,7 @@ class FileStore:
         """Path of a caller's file, which need not exist. Raises UnknownRequest for a malformed
         id."""
         if not _ID.fullmatch(identity):
-            raise unknown(identity)
+            raise unknown_id(identity)
         return self.folder(owner) / f"{identity}{suffix}"
 
     def content(self, owner: str, file_id: str) -> Path:
@@ -121,7 +121,7 @@ class FileStore:
         try:
             found: FileObject = json.loads(self.path(owner, file_id, ".json").read_bytes())
         except FileNotFoundError:
-            raise unknown(file_id) from None
+            raise unknown_id(file_id) from None
         return found
 
     def delete(self, owner: str, file_id: str) -> None:
@@ -163,7 +163,7 @@ def raise_if_full(error: OSError) -> None:
         raise Exhausted("the server's disk is full; delete files, or try later") from error
 
 
-def unknown(identity: str) -> UnknownRequest:
+def unknown_id(identity: str) -> UnknownRequest:
     return UnknownRequest(f"there is no {identity[:80]!r} here", field="id")
 
 
