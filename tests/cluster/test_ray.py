@@ -255,7 +255,7 @@ def test_a_node_downloads_a_hubs_model_itself_and_reports_what_goes_wrong(
     hub.cuts = 1000
     with Serve(tmp_path / "cut", *flags, environment=environment) as cut:
         assert cut.wait() == 1
-    expected = r"baton: \S+-0 cannot start: the download of org/tiny was cut off .*\n"
+    expected = r"baton: \S+-0 cannot start: the download of org/tiny was interrupted .*\n"
     assert re.fullmatch(expected, cut.stderr)
     head.wait_without_actors(others)
     hub.cuts = 0

@@ -90,7 +90,7 @@ def test_other_files_are_not_written_over(text: str, url: str, tmp_path: Path) -
     notes = tmp_path / "notes.txt"
     notes.write_text(text)
     ran = run(url, requests, notes)
-    assert (ran.exit_code, "no results of a batch" in ran.stderr) == (1, True)
+    assert (ran.exit_code, "not results of a batch" in ran.stderr) == (1, True)
     assert notes.read_text() == text
     assert run(url, tmp_path / "none.jsonl", tmp_path / "out.jsonl").exit_code == 1
 

@@ -179,7 +179,7 @@ def test_a_download_that_is_cut_off_says_so_and_the_next_one_completes_it(
 ) -> None:
     hub.push(NAME, files)
     hub.cuts = 1000
-    assert f"the download of {NAME} was cut off" in command.fail(NAME)
+    assert f"the download of {NAME} was interrupted" in command.fail(NAME)
     assert "is not in the cache" in command.fail(NAME, command="path")
     hub.cuts = 0
     hub.requests.clear()
