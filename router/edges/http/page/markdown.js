@@ -201,7 +201,7 @@ function itemsOf(lines) {
       width = found[0].length;
       items.push([line.slice(width)]);
     } else {
-      // Many models indent by two although the text of "1. " begins after three characters.
+      // Many texts indent by two although the text of "1. " begins after three characters.
       if (items.at(-1).length === 1 && line.trim()) width = Math.min(width, Math.max(2, indent(line)));
       items.at(-1).push(line.slice(Math.min(indent(line), width)));
     }
