@@ -181,7 +181,7 @@ class _Session:
 
         first, *others = routers(members)
         if cluster.taken_over:
-            typer.echo(f"{cluster.name} runs already; it keeps running")
+            typer.echo(f"{cluster.name} is already running and keeps running")
         if not cluster.as_configured:
             typer.echo("it keeps the configuration that it was started with, which differs")
         typer.echo(instructions(first, self.config, cluster.log_folder))

@@ -83,7 +83,7 @@ def read_keys(path: Path) -> list[ApiKey]:
         raise InvalidConfig(f"{path} must hold a list of keys")
     keys = [_read_key(item, path) for item in tree]
     if len({key.name for key in keys}) < len(keys):
-        raise InvalidConfig(f"{path} holds two keys of one name")
+        raise InvalidConfig(f"{path} has two keys of the same name")
     return keys
 
 
@@ -114,7 +114,7 @@ def _checked(key: ApiKey) -> ApiKey:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidConfig("a key's name must have 1 to 64 letters, digits, dots, - or _")
     if not isinstance(key.digest, str) or not _DIGEST.fullmatch(key.digest):
-        raise InvalidConfig(f"the digest of key {name} is not one of SHA-256")
+        raise InvalidConfig(f"the digest of key {name} is not a SHA-256 digest")
     if not isinstance(key.rate, int | float) or not 0 <= key.rate < math.inf:
         raise InvalidConfig(f"the rate of key {name} must be 0 or more")
     if type(key.concurrency) is not int or key.concurrency < 0:

@@ -79,7 +79,7 @@ def check_router(config: Config) -> None:
         return
     if not (router.keys or tls.client_certificates or config.insecure):
         raise InvalidConfig(
-            f"other machines can reach {router.host}, and nothing is locked: make a key with"
+            f"other machines can reach {router.host}, which requires no key: make one with"
             " `baton keys add` and set router.keys (--keys), or set insecure (--insecure)",
             field="router.host",
         )

@@ -251,7 +251,7 @@ async def test_serving_goes_on_without_the_head(cluster: Cluster, redis: None) -
         took = await until_controlled(cluster, load, before) - began
         whole = cluster.incarnations()
         said = await asyncio.to_thread(baton, "serve", *cluster.flags)
-        assert "baton-nodes runs already; it keeps running" in said
+        assert "baton-nodes is already running and keeps running" in said
         assert not changed(whole, cluster.incarnations())
     recoveries.note("Ray's head dies, with the controller, and starts again", took, load)
 

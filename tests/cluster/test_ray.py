@@ -172,7 +172,7 @@ def test_a_command_that_was_killed_takes_its_cluster_over_when_it_is_started_aga
     detached.command.send(signal.SIGKILL)
     detached.command.wait()
     with Serve(tmp_path, *detached.flags, "--watch", environment=TOKEN) as again:
-        again.wait_for("baton-tiny runs already; it keeps running")
+        again.wait_for("baton-tiny is already running and keeps running")
         again.wait_for("stops it")
         assert again.address == detached.command.address
         with again.client() as client:

@@ -100,7 +100,7 @@ def test_a_router_beyond_loopback_needs_keys_or_insecure(
     host: str, settings: dict[str, object], refused: bool
 ) -> None:
     check_router(config.parse({"router": {"host": host, "keys": "keys.yaml"}, **settings}))
-    with pytest.raises(InvalidConfig, match="nothing is locked") if refused else nullcontext():
+    with pytest.raises(InvalidConfig, match="which requires no key") if refused else nullcontext():
         check_router(config.parse({"router": {"host": host}, **settings}))
 
 
