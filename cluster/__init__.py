@@ -2,6 +2,6 @@
 
 import os
 
-# Ray otherwise takes a SIGTERM for a crash and prints every thread's stack before it lets
-# us stop in order. It looks when it is imported, which is why this is here.
+# Otherwise Ray takes a SIGTERM for a crash and prints every thread's stack before an orderly
+# stop. Ray reads the variable at import, so it is set here.
 os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")

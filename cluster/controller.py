@@ -1,12 +1,12 @@
-"""The controller: a Ray actor that owns the pools and the membership. On no request's path.
+"""The controller: a Ray actor that owns the pools and the membership. No request passes it.
 
     Fleet (the wanted workers) ─reconcile, once a second and after each change─▶ actors
     members ─update, once a second each─▶ addresses ─Membership.Watch─▶ routers
 
 It outlives the command that made it, and Ray restarts it when it dies. The fleet is in Ray's
-store; everything else it learns again, since every member reports once a second. A restarted
-controller listens on the same port, and publishes nothing before every worker it expects has
-reported, or had the time to.
+store; a restarted controller learns everything else from the members, which report once a second.
+It listens on the same port, and publishes nothing until every expected worker has reported or
+LEARNING_SECONDS have passed.
 """
 
 from __future__ import annotations
@@ -42,36 +42,34 @@ log = logging.getLogger(__name__)
 RECONCILE_SECONDS = 1.0
 
 DRAIN_SECONDS = 15.0
-"""Added to `drain_seconds`: a worker that has not drained by then is ended."""
+"""Added to `drain_seconds`: a worker that has not drained by then is killed."""
 
 TETHER_CHECKS = 3
 """Consecutive checks in which the tether must be missing to count as gone."""
 
 
 class Controller:
-    """A Ray actor. Its methods carry control, never tokens or pages."""
-
     def __init__(
         self, address: str, tree: dict[str, object], gpus: float, *, joined: bool, tether: str
     ) -> None:
-        """`address` is where to listen, ":PORT" for this node's address. `tree` is the cluster's
-        configuration; `gpus` and `joined` are as for WorkerActors.
+        """`address` is where to listen; ":PORT" means this node's address. `tree` is the
+        cluster's configuration; `gpus` and `joined` are as for WorkerActors.
 
-        When the actor `tether` is gone, so is the command that started the cluster, and
-        everything ends. Empty for a detached cluster.
+        `tether` is an actor that ends with the command that started the cluster; once it is
+        gone, the cluster ends. Empty for a detached cluster.
         """
         config = configs.parse(tree)
         logging.basicConfig(level=config.log_level.upper())
         self._manager = FleetManager(config)
         self._models = ModelTable(config)
-        self._without_workers = {
+        self._unstarted = {  # models that never had workers
             name for name in self._models.served if not self._manager.fleet.of_model(name)
         }
         self._joined = joined
         self._drain_seconds = config.drain_seconds + DRAIN_SECONDS
         self._tether = tether
-        self._untethered = 0  # consecutive checks
-        self._deadlines: dict[str, float] = {}  # of workers that drain
+        self._untethered = 0  # consecutive checks that missed the tether
+        self._deadlines: dict[str, float] = {}  # of draining workers
         self._ended = EndedProcesses()
         self._gpus = gpus
         self._rounds: dict[str, PlanRounds] = {}
@@ -84,10 +82,10 @@ class Controller:
         self._reconciling = asyncio.ensure_future(self._reconcile_always())
         self._reconciling.add_done_callback(_end_process)
         for model in self._models.served:
-            self._plan(model)
+            self._start_planner(model)
 
-    def _plan(self, model: str) -> None:
-        """Starts a model's planner, where it is to have one."""
+    def _start_planner(self, model: str) -> None:
+        """Starts a model's planner if its configuration enables one."""
         config = self._models.config(model)
         if config.planner.enabled:
             on_gpus = gpus_of(config, Role.DECODE, self._gpus) > 0
@@ -106,21 +104,20 @@ class Controller:
         return rounds.describe() if rounds else pb.PlanResponse()
 
     async def add_model(self, named: pb.NamedModel) -> None:
-        """Saves the name, then the workers, then makes these."""
+        """Saves the name, then the wanted workers. The next reconciliation makes them."""
         await self._models.add(named)
-        self._without_workers.add(named.name)
-        self._plan(named.name)
+        self._unstarted.add(named.name)
+        self._start_planner(named.name)
         await self._start_workers()
         await self._publish()
 
     async def _start_workers(self) -> None:
-        """Adds workers of models that never had any to the fleet. An error, or the end of this
-        process, leaves that to the next try."""
-        for name in self._without_workers & set(self._models.served):
+        """Adds the workers of unstarted models to the fleet. Each reconciliation retries."""
+        for name in self._unstarted & set(self._models.served):
             config = self._models.config(name)
             prefill, decode = config.prefill.workers, config.decode.workers
             await self._manager.scale(name, prefill=prefill, decode=decode)
-            self._without_workers.discard(name)
+            self._unstarted.discard(name)
 
     async def remove_model(self, name: str) -> None:
         await self._models.remove(name)
@@ -130,7 +127,7 @@ class Controller:
         await self._publish()
 
     async def _end_removed(self) -> None:
-        """Ends the workers of removed models that no request needs any more."""
+        """Drains the workers of idle removed models, and forgets models without workers."""
         for name in self._models.leaving:
             if self._manager.fleet.of_model(name):
                 if self._models.is_idle(name):
@@ -143,10 +140,10 @@ class Controller:
             await self._models.forget(name)
 
     async def update(self, member: Member) -> None:
-        """A process reports itself. A restarted one replaces its earlier self."""
+        """Takes a process's report on itself. A restarted process replaces its former one."""
         manager = self._manager
         if member.role and member.worker_id not in manager.fleet.workers:
-            return  # it is about to be ended
+            return  # it is about to be killed
         before = manager.members.report(member)
         if before:
             self._ended.note_report(before, member)
@@ -157,7 +154,6 @@ class Controller:
             await self._publish()
 
     async def members(self) -> list[Member]:
-        """Members, workers that have not reported yet, and workers that drained lately."""
         return self._manager.all_members()
 
     async def _reconcile_always(self) -> None:
@@ -167,18 +163,18 @@ class Controller:
             try:
                 await self._reconcile()
             except (ray.exceptions.RayError, Unavailable) as error:
-                log.warning("the workers cannot be reconciled now: %s", error)
+                log.warning("cannot reconcile the workers now: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_SECONDS):
                     await changed.wait()
 
     async def _reconcile(self) -> None:
-        """Makes, drains and ends actors as the fleet says."""
+        """Makes, drains and kills actors until they match the fleet."""
         manager = self._manager
         there = set(await asyncio.to_thread(ray.util.list_named_actors))
         workers = {name for name in there if is_worker(name)}
         if self._is_untethered(there):
-            await self._end(workers)
+            await self._end_cluster(workers)
         await manager.follow_members()
         await self._start_workers()
         await self._end_removed()
@@ -206,7 +202,7 @@ class Controller:
         return WorkerActors(self._models.config(model), self._gpus, joined=self._joined)
 
     async def _retire(self, name: str, there: bool) -> None:
-        """Drains a worker. One that does not serve, or takes too long, is ended."""
+        """Drains a worker, or forgets it if it does not serve or takes too long."""
         manager = self._manager
         awaited = name not in manager.members.latest and not manager.is_past_learning
         in_time = time.monotonic() < self._deadlines[name]
@@ -220,8 +216,8 @@ class Controller:
         self._untethered = self._untethered + 1 if missing else 0
         return self._untethered >= TETHER_CHECKS
 
-    async def _end(self, workers: set[str]) -> None:
-        """Ends everything, this process last."""
+    async def _end_cluster(self, workers: set[str]) -> None:
+        """Kills every actor, this one last."""
         log.warning("the command that started this cluster is gone; the cluster ends")
         for name in workers:
             await asyncio.to_thread(ray_session.kill_actor, name)
@@ -272,19 +268,19 @@ class Controller:
 
 
 def _end_process(task: asyncio.Task[None]) -> None:
-    """After an unforeseen error; Ray starts another."""
-    log.error("the pools cannot be reconciled", exc_info=task.exception())
+    """Ends this process after an unexpected error; Ray restarts it."""
+    log.error("reconciling has failed", exc_info=task.exception())
     os._exit(1)
 
 
 def _log_planner_end(task: asyncio.Task[None]) -> None:
-    """After an unforeseen error; the pools stay as they are. A removed model's is cancelled."""
-    if not task.cancelled():
+    """Logs an unexpected error; the pools stay as they are."""
+    if not task.cancelled():  # its model was removed
         log.error("the planner has stopped", exc_info=task.exception())
 
 
 class MembershipService(cluster_pb2_grpc.MembershipServicer):
-    """Streams the serving workers to routers, once they are known, and receives reports."""
+    """Streams the serving workers to routers once they are known, and receives their reports."""
 
     def __init__(self, on_report: Callable[[pb.RouterReport], None] = lambda report: None) -> None:
         self._on_report = on_report
@@ -311,7 +307,7 @@ class MembershipService(cluster_pb2_grpc.MembershipServicer):
 
 
 class ControlService(cluster_pb2_grpc.ControlServicer):
-    """Operators' calls, passed on by routers."""
+    """Serves operators' calls, which routers forward."""
 
     def __init__(self, controller: Controller, manager: FleetManager, models: ModelTable) -> None:
         self._controller = controller

@@ -3,9 +3,9 @@
     wanted ─scaled down─▶ retiring ─drained─▶ forgotten
        └─drained by an operator─▲
 
-A pool's wanted number is the count of its wanted workers, so nothing can disagree with it: a
-worker that switches its role changes both pools' numbers, and one that an operator drains is no
-longer wanted. Names are never reused.
+A pool's wanted number is the count of its wanted workers and is not stored: a worker that
+switches its role changes both pools' numbers, and one that an operator drains is no longer wanted.
+Names are never reused.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ DRAINED = "drained"
 """Progress of a worker that has drained and ended, and must not come back."""
 
 REMEMBERED_PROCESSES = 256
-"""Ended processes that routers are notified of."""
+"""Ended processes that are published to routers."""
 
 SILENT_SECONDS = 10.0
 """A member that has not reported for this long does not count as serving."""
 
 SILENT = "silent: lost, frozen, or waiting for a place"
-"""Progress of such a member."""
+"""Progress of a member that has not reported for SILENT_SECONDS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A value: each method returns another one."""
+    """Immutable: each method returns a changed copy."""
 
     workers: Mapping[str, Role]
     retiring: frozenset[str] = frozenset()  # workers that drain and are no longer wanted
-    named: Pools = NONE  # names given so far, of each role
+    named: Pools = NONE  # names given so far to workers of each role
     models: Mapping[str, str] = field(default_factory=dict)  # the model of each worker
 
     @property
     def wanted(self) -> Pools:
-        """The wanted workers of all models."""
+        """Counts the wanted workers of all models."""
         return self._count(self.workers)
 
     def wanted_of(self, model: str) -> Pools:
@@ -67,8 +67,8 @@ class Fleet:
         return Pools(count[Role.PREFILL], count[Role.DECODE])
 
     def scaled(self, wanted: Pools, spare: Sequence[str] = (), model: str = "") -> Fleet:
-        """With `wanted` workers of a model. Where there are too many, the first in `spare`
-        retire."""
+        """Returns a fleet with `wanted` workers of a model. Surplus workers retire, in the order
+        of `spare`."""
         fleet, now = self, self.wanted_of(model)
         for role in (Role.PREFILL, Role.DECODE):
             fleet = fleet._grown(role, wanted.of(role) - now.of(role), model)
@@ -76,19 +76,16 @@ class Fleet:
         return fleet
 
     def switched(self, name: str, role: Role) -> Fleet:
-        """The worker has switched its role."""
         return replace(self, workers={**self.workers, name: role})
 
-    def of_models(self, first: str) -> Fleet:
-        """Assigns workers without a model to `first`."""
-        return replace(self, models={name: each or first for name, each in self.models.items()})
+    def with_default_model(self, model: str) -> Fleet:
+        """Assigns workers without a model to `model`."""
+        return replace(self, models={name: each or model for name, each in self.models.items()})
 
     def retired(self, name: str) -> Fleet:
-        """The worker drains and is no longer wanted."""
         return replace(self, retiring=self.retiring | {name})
 
     def without(self, name: str) -> Fleet:
-        """The worker has ended, and must not come back."""
         workers = {other: role for other, role in self.workers.items() if other != name}
         models = {other: model for other, model in self.models.items() if other != name}
         return replace(self, workers=workers, retiring=self.retiring - {name}, models=models)
@@ -103,35 +100,34 @@ class Fleet:
     def _shrunk(self, role: Role, count: int, spare: Sequence[str], model: str) -> Fleet:
         own = set(self.of_model(model))
         able = [name for name in spare if name in own and self.workers[name] is role]
-        going = [name for name in able if name not in self.retiring][: max(0, count)]
-        return replace(self, retiring=self.retiring.union(going))
+        surplus = [name for name in able if name not in self.retiring][: max(0, count)]
+        return replace(self, retiring=self.retiring.union(surplus))
 
 
 def dump(fleet: Fleet) -> str:
-    """The text that `parse` reads."""
     return json.dumps(asdict(fleet) | {"retiring": sorted(fleet.retiring)})
 
 
 def parse(text: str | bytes) -> Fleet:
     tree = json.loads(text)
     workers = {name: Role(role) for name, role in tree["workers"].items()}
-    # Versions with one model name none.
+    # Earlier versions, with one model, stored no names.
     models = tree.get("models") or dict.fromkeys(workers, "")
     return Fleet(workers, frozenset(tree["retiring"]), Pools(*tree["named"]), models)
 
 
 class RoleSwitches:
-    """The workers that are about to switch their roles.
+    """Permitted role switches that are not complete.
 
         begun ─the worker reports its new role, or has ended─▶ over
           └────neither within `seconds`──────────────────────▶ over: it keeps its role
 
-    The controller permits every switch, so that two routers which are asked at the same moment
-    cannot take the last two workers of a role.
+    The controller permits every switch, so two routers cannot take the last two workers of a role
+    at the same moment.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        """`seconds` is the time limit for draining and switching."""
+        """`seconds` limits draining and switching together."""
         self._seconds = seconds
         self._clock = clock
         self._pending: dict[str, tuple[Role, float]] = {}  # new role, and deadline
@@ -140,7 +136,7 @@ class RoleSwitches:
         self._pending[name] = role, self._clock() + self._seconds
 
     def names(self, fleet: Fleet) -> set[str]:
-        """The workers of the fleet that have not switched yet."""
+        """Names the fleet's workers with a pending switch."""
         now = self._clock()
         self._pending = {
             name: (role, deadline)
@@ -150,7 +146,7 @@ class RoleSwitches:
         return set(self._pending)
 
     def expected(self, fleet: Fleet, model: str = "") -> Pools:
-        """The wanted workers of each pool of a model, with pending switches counted as done."""
+        """Counts a model's wanted workers, with pending switches as done."""
         wanted = fleet.wanted_of(model)
         for name in (self.names(fleet) - fleet.retiring) & set(fleet.of_model(model)):
             role, _ = self._pending[name]
@@ -160,23 +156,23 @@ class RoleSwitches:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of the cluster, and how far it has started."""
+    """A process of the cluster and the state of its start."""
 
     worker_id: str
     role: Role | None  # None for a router
-    host: str  # to listen on; empty means its node's address
+    host: str  # where it listens; empty means its node's address
     progress: str = "starting"
     address: str = ""  # "host:port" while it serves
-    http: str = ""  # a router's address for HTTP, if it serves that
+    http: str = ""  # a router's address for HTTP, if it serves HTTP
     metrics: str = ""  # a router's address for metrics
     error: str = ""  # why it cannot start
-    pid: int = 0  # another one after a restart
-    started: str = ""  # in how many seconds, and what took them
-    agent: str = ""  # a serving worker's transport agent, another one after a restart
-    requests: int = 0  # a worker's, running or waiting
-    incarnation: int = 0  # a worker's process, as in its Welcome
-    node: str = ""  # Ray's name of the node
-    verdicts: tuple[Verdict, ...] = ()  # on other processes of workers on its node
+    pid: int = 0  # changes with a restart
+    started: str = ""  # start time in seconds, by part
+    agent: str = ""  # a serving worker's transport agent; changes with a restart
+    requests: int = 0  # a worker's running and waiting requests
+    incarnation: int = 0  # names a worker's process, as in its Welcome
+    node: str = ""  # Ray's node id
+    verdicts: tuple[Verdict, ...] = ()  # on other worker processes of its node
 
 
 def router_name(index: int) -> str:
@@ -194,9 +190,9 @@ def is_worker(actor: str) -> bool:
 class MemberTable:
     """The latest report of every member.
 
-    A member that served and is silent is lost, frozen, or waits for a place to restart. Routers
-    keep it, since they check themselves whether it answers; operators and scaling see it as not
-    serving.
+    A silent member that served before is lost, frozen or waiting to be restarted. It is still
+    published to routers, which check for themselves whether it answers. For operators and scaling
+    it does not serve.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -205,7 +201,7 @@ class MemberTable:
         self.latest: dict[str, Member] = {}
 
     def report(self, member: Member) -> Member | None:
-        """Returns the member's report before this one."""
+        """Returns the member's previous report."""
         before = self.latest.get(member.worker_id)
         self.latest[member.worker_id] = member
         self._reported_at[member.worker_id] = self._clock()
@@ -232,30 +228,31 @@ class MemberTable:
 
 
 class EndedProcesses:
-    """What is known of the latest processes of workers that have ended."""
+    """Agents of worker processes that ended recently, and the verdicts on them."""
 
     def __init__(self) -> None:
         self.agents: deque[str] = deque(maxlen=REMEMBERED_PROCESSES)
         self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED_PROCESSES)
-        # The last reports of processes whose workers are on another node now.
-        self._left: deque[Member] = deque(maxlen=REMEMBERED_PROCESSES)
+        # Last reports from workers that have since moved to another node.
+        self._moved: deque[Member] = deque(maxlen=REMEMBERED_PROCESSES)
 
     def note_report(self, before: Member, now: Member) -> None:
-        """A worker's report, and the one before it."""
+        """Takes two successive reports of a worker."""
         if before.agent not in ("", now.agent):
             self.agents.append(before.agent)
         if before.node != now.node:
-            self._left.append(before)
+            self._moved.append(before)
 
     def judge(self, verdicts: Iterable[Verdict]) -> None:
-        """The first verdict on a process stands."""
+        """Adds verdicts on processes that have none yet."""
         judged = {each.incarnation for each in self.verdicts}
         self.verdicts.extend(each for each in verdicts if each.incarnation not in judged)
 
     def note_lost_nodes(self, nodes: Set[str], members: Iterable[Member]) -> None:
-        """Nobody reads the records there, so no request is convicted or acquitted."""
+        """Adds verdicts that neither convict nor acquit any request: the step records are lost
+        with their nodes."""
         self.judge(
             Verdict(incarnation=each.incarnation, ended="its node is gone", crashed=True)
-            for each in (*self._left, *members)
+            for each in (*self._moved, *members)
             if each.node in nodes
         )

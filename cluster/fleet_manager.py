@@ -1,9 +1,9 @@
-"""Decides every change of the fleet, and saves it before anything acts on it.
+"""Decides every change of the fleet. A change is saved before anything acts on it.
 
 members ─report, once a second─▶ FleetManager ◀─ operators, the planner
                                       │ Fleet
                                       ▼
-                        controller.py: makes, drains and ends actors
+                        controller.py: makes, drains and kills actors
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from baton.core.types import Role
 from baton.planner.sizing import NONE, Pools, other
 
 REMEMBERED_WORKERS = 256
-"""Drained workers that operators are shown."""
+"""Drained workers that are still listed for operators."""
 
 LEARNING_SECONDS = 5.0
-"""How long a controller that has just started waits for the members it expects."""
+"""How long a controller waits for the expected members after its start."""
 
 SWITCH_SECONDS = 30.0
 """Added to `drain_seconds`: a worker that has not switched by then keeps its role."""
 
 MAX_WORKERS = 1024
-"""The most workers of a pool: more is a typing error."""
+"""Upper limit of a pool: more is a typing error."""
 
 
 class FleetManager:
     def __init__(self, config: Config) -> None:
-        self._does_without_prefill = config.router.local_prefill != "never"
+        self._allows_local_prefill = config.router.local_prefill != "never"
         self._switches = RoleSwitches(config.drain_seconds + SWITCH_SECONDS, time.monotonic)
         self._learned_at = time.monotonic() + LEARNING_SECONDS
         self._drained: deque[Member] = deque(maxlen=REMEMBERED_WORKERS)
         self._changing = asyncio.Lock()
         self.changed = asyncio.Event()  # set after each change, and when a worker drains
         first = model_store.model_name(served_configs(config)[0])
-        self.fleet = ray_session.load_fleet().of_models(first)
+        self.fleet = ray_session.load_fleet().with_default_model(first)
         self.members = MemberTable()
-        # What workers of a model and a role that have no process wait for.
+        # By model and role: what workers without a process wait for.
         self.waits: dict[tuple[str, Role], str] = {}
 
     @property
     def has_learned(self) -> bool:
-        """Whether every worker has reported since the start, or has had the time to."""
+        """True once every worker has reported since the start, or LEARNING_SECONDS have passed."""
         return self.is_past_learning or self.members.latest.keys() >= self.fleet.workers.keys()
 
     @property
@@ -59,7 +59,7 @@ class FleetManager:
         return time.monotonic() >= self._learned_at
 
     def all_members(self) -> list[Member]:
-        """Members, workers that have not reported yet, and workers that drained lately."""
+        """Returns members, workers that have not reported yet, and recently drained workers."""
         models, waits = self.fleet.models, self.waits
         awaited = [
             Member(name, role, host="", progress=waits.get((models[name], role), "starting"))
@@ -71,8 +71,8 @@ class FleetManager:
     async def scale(
         self, model: str, *, prefill: int | None = None, decode: int | None = None
     ) -> None:
-        """Changes the number of a model's workers; None leaves a pool as it is. Surplus workers
-        drain. Returns when the change is saved."""
+        """Changes the number of a model's workers; None keeps a pool's number. Surplus workers
+        drain. Returns once the change is saved."""
         await self.change(lambda fleet: self._scaled(fleet, model, prefill, decode))
 
     async def retire_all(self, model: str) -> None:
@@ -99,12 +99,11 @@ class FleetManager:
         return fleet.scaled(wanted, self._spare(), model)
 
     def permit_switch(self, name: str, role: Role) -> None:
-        """Permits a worker's role switch, and counts it in its new pool from now on; raises when
-        it is the last of its old one."""
+        """Permits a worker's role switch and counts the worker in its new pool from now on.
+        Raises RoleRefused if it is the last of its old pool."""
         if not self.has_learned:
             raise Unavailable("the controller has just started: try again in some seconds")
-        # Local prefill replaces the last prefill worker.
-        replaced = role is Role.DECODE and self._does_without_prefill
+        replaced = role is Role.DECODE and self._allows_local_prefill
         model = self.fleet.models.get(name, "")
         if not replaced and not set(self.serving(other(role), model)) - {name}:
             raise RoleRefused(
@@ -118,25 +117,25 @@ class FleetManager:
         return bool(self._switches.names(self.fleet))
 
     def expected(self, model: str) -> Pools:
-        """Workers of a model that serve or start, with pending role switches counted as done."""
+        """Counts a model's serving and starting workers, with pending role switches as done."""
         return self._switches.expected(self.fleet, model)
 
     def serving(self, role: Role, model: str) -> list[str]:
-        """Workers of a role and a model that serve and stay in it, the least busy first."""
+        """Names the workers that serve a role and model and will keep it, least busy first."""
         fleet = self.fleet
-        going = fleet.retiring | self._switches.names(fleet)
+        leaving = fleet.retiring | self._switches.names(fleet)
         return [
             name
             for name in self._spare()
             if fleet.workers[name] is role
             and fleet.models[name] == model
-            and name not in going
+            and name not in leaving
             and self.members.serves(name)
         ]
 
     def _spare(self) -> list[str]:
-        """Workers in the order in which they can be spared: those that do not serve, those with
-        few requests, then the youngest."""
+        """Sorts the workers by what draining them costs: first those that do not serve, then
+        those with the fewest requests, then the youngest."""
 
         def cost(name: str) -> tuple[bool, int, int]:
             member = self.members.latest.get(name)
@@ -146,7 +145,7 @@ class FleetManager:
         return sorted(self.fleet.workers, key=cost)
 
     async def change(self, step: Callable[[Fleet], Fleet]) -> None:
-        """Saves a change, then acts on it. Completes even if the caller is cancelled."""
+        """Saves a change, then applies it. Completes even if the caller is cancelled."""
         await asyncio.shield(self._change(step))
 
     async def _change(self, step: Callable[[Fleet], Fleet]) -> None:
@@ -157,7 +156,7 @@ class FleetManager:
         self.changed.set()
 
     async def forget(self, name: str) -> None:
-        """The worker must not come back. One that has drained is still listed."""
+        """Removes a worker for good. A drained one is still listed."""
         await self.change(partial(Fleet.without, name=name))
         member = self.members.latest.get(name)
         if member and member.progress == DRAINED:
@@ -165,7 +164,8 @@ class FleetManager:
         self.members.forget(name)
 
     async def follow_members(self) -> None:
-        """Workers drain and switch roles by themselves: the fleet follows."""
+        """Updates the fleet from members' reports: workers drain and switch roles by
+        themselves."""
         for name, role in self.fleet.workers.items():
             member = self.members.latest.get(name)
             if not member:

@@ -1,5 +1,7 @@
-"""Takes the place of an agent that Ray's node demands and this cluster does not use: it waits for
-the node's end. Run by its path and without site-packages, so that it costs a start nothing."""
+"""Stand-in for a Ray agent that this cluster does not use. Exits with its node.
+
+It is run by its path, without site-packages, so that it starts at once.
+"""
 
 import os
 import time
