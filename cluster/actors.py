@@ -1,4 +1,4 @@
-"""The Ray actors: each is one process that runs one of our servers, in a thread.
+"""The Ray actors: each is one process that runs a worker's or a router's server in a thread.
 
     constructor ─▶ starting ─▶ serving ─stop() or drained─▶ ended
                        │         │
@@ -8,9 +8,8 @@
 The constructor starts a thread with the server's event loop. Ray restarts a dead actor by calling
 its constructor again; the new process reports its new address to the controller.
 
-An actor has no coroutines, the thread has: of a class with any, Ray runs all methods on one event
-loop, where `stop` would hold up `hurry`, and the constructor in a thread that cannot handle
-signals.
+The actor classes have no coroutines: if a class has any, Ray runs all its methods on one event
+loop, where `stop` would block `hurry`, and the constructor in a thread that cannot handle signals.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONCURRENCY = 2
-"""Concurrent calls to one actor: `hurry` comes while `stop` runs."""
+"""Concurrent calls to one actor: `hurry` is called while `stop` runs."""
 
 STOP_SECONDS = 10.0
 """Added to the time that requests have to finish."""
@@ -55,16 +54,16 @@ STOP_SECONDS = 10.0
 REPORT_SECONDS = 1.0
 
 RETRY_SECONDS = 1.0
-"""Before a process ends that Ray restarts: time to report, and no hurry to fail again."""
+"""Delay before a failed process ends: lets its report arrive, and limits the rate of restarts."""
 
 
 class ServerThread:
-    """Runs `_serve` on its own event loop; the process ends if that fails."""
+    """Runs `_serve` on an event loop in a thread. Ends the process if it fails."""
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
         self._config = configs.parse(tree)
         self._member = dataclasses.replace(member, pid=os.getpid())
-        # By name: a handle among the arguments may be stale after a restart.
+        # Found by name: after a restart, a handle among the arguments may be stale.
         self._controller = ray.get_actor(CONTROLLER)
         self._loop = uvloop.new_event_loop()
         self._stopping = StopSignal()
@@ -74,8 +73,8 @@ class ServerThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finishes requests within drain_seconds, and ends the server; returns when it has
-        released everything. One that does not serve yet holds nothing, and may be killed."""
+        """Finishes requests within drain_seconds and ends the server. Returns once it has
+        released everything. A server that does not serve yet holds nothing, and may be killed."""
         if self.serving:
             self._loop.call_soon_threadsafe(self._stopping.requested.set)
             self._thread.join(self._config.drain_seconds + STOP_SECONDS)
@@ -105,36 +104,35 @@ class ServerThread:
                 await reporting
 
     async def _keep_reporting(self) -> None:
-        """For a restarted controller, which knows no member."""
+        """Reports periodically, since a restarted controller knows no member."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             self._report()
 
     def _report(self, **changes: str | Role) -> None:
-        """Reports this process to the controller, without waiting for it."""
+        """Sends the changed member to the controller, without waiting for it."""
         self._member = dataclasses.replace(self._member, **changes)  # type: ignore[arg-type]
         self._controller.update.remote(self._member)
 
     async def _serve(self) -> bool:
-        """Serves to the end. Returns whether a fresh process replaces this one."""
+        """Serves until stopped or drained. Returns True if Ray is to restart the process."""
         raise NotImplementedError
 
 
 def sized_for(config: Config, role: Role, made_for: Role) -> Config:
-    """`config` with as many ranks for `role` as for `made_for`, whose GPUs the worker has."""
+    """Returns `config` with the ranks of `made_for` for `role`: a worker that switches its role
+    keeps its GPUs."""
     ranks = config.pool(made_for).tensor_parallel
     pool = dataclasses.replace(config.pool(role), tensor_parallel=ranks)
     return dataclasses.replace(config, **{role.value: pool})  # type: ignore[arg-type]
 
 
 class WorkerThread(ServerThread):
-    """One worker of either role."""
-
     def __init__(self, tree: dict[str, object], member: Member) -> None:
         self._server: WorkerServer | None = None
-        # Before torch is imported: requests may wait for the verdict on the process before.
+        # Opened before torch is imported: requests may wait for the previous process's verdict.
         self._record = open_record(cluster_name())
-        # The role it was made for, or has switched to before a restart.
+        # The fleet has the role that it switched to before a restart.
         assert member.role is not None
         role = load_fleet().workers.get(member.worker_id, member.role)
         config = sized_for(configs.parse(tree), role, member.role)
@@ -147,17 +145,17 @@ class WorkerThread(ServerThread):
         super().stop()
 
     def drain(self) -> None:
-        """Takes nothing new, finishes what runs, and ends for good."""
+        """Takes no new requests, finishes the running ones, and ends for good."""
         self._loop.call_soon_threadsafe(self._begin_draining)
 
     def restart(self) -> None:
-        """Takes nothing new, finishes or hands back what runs, and restarts as a fresh process,
-        on a node that Ray chooses."""
+        """Takes no new requests, finishes or hands back the running ones, and restarts as a fresh
+        process on a node that Ray chooses."""
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.drain, True)
 
     def switch_role(self, role: Role) -> None:
-        """Switches the role once what runs is finished or handed back."""
+        """Switches the role once the running requests are finished or handed back."""
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.switch, role)
 
@@ -210,10 +208,8 @@ class WorkerThread(ServerThread):
 
 
 class RouterThread(ServerThread):
-    """One router."""
-
     def __init__(self, tree: dict[str, object], member: Member, controller_address: str) -> None:
-        """The controller is on the same node, which may have another address after a restart."""
+        # The controller is on the same node, whose address may change with a restart.
         self._controller_address = complete(controller_address)
         super().__init__(tree, member)
 
@@ -243,7 +239,7 @@ class RouterThread(ServerThread):
 
 
 def _reason(error: BaseException) -> str:
-    """One line: for an operator, or for a developer to look further."""
+    """Returns one line for operators; an unexpected error's type is for developers."""
     return error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
 
 
@@ -259,8 +255,6 @@ class _ServerActor:
 
 
 class WorkerActor(_ServerActor):
-    """One worker of either role."""
-
     _thread: WorkerThread
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
@@ -277,7 +271,7 @@ class WorkerActor(_ServerActor):
         self._thread.switch_role(role)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Restarts in good order; a second one ends the process at once, as Ray's handler does."""
+        """Drains and restarts; at a second signal, Ray's handler ends the process at once."""
         signal.signal(number, self._rays_handler)
         if self._thread.serving:
             self.restart()
@@ -286,33 +280,31 @@ class WorkerActor(_ServerActor):
 
 
 class RouterActor(_ServerActor):
-    """One router."""
-
     def __init__(self, tree: dict[str, object], member: Member, controller_address: str) -> None:
         super().__init__(RouterThread(tree, member, controller_address))
 
 
 class WorkerActors:
-    """Makes a model's worker actors. They are detached: they outlive the process that made them,
-    which may be the command that started the cluster or an earlier controller. Blocks on Ray's
-    head, so not for an event loop."""
+    """Makes a model's worker actors. They are detached, since they outlive the process that made
+    them: the command that started the cluster, or an earlier controller. Methods block on Ray's
+    head: do not call them on an event loop."""
 
     def __init__(self, config: Config, gpus: float, *, joined: bool) -> None:
-        """`gpus` are those of one process of a worker, unless the configuration names a number or
-        the CPU. On a joined Ray, workers may be on any node, and listen at its address."""
+        """`gpus` is the share of one process, unless the configuration gives a number or device
+        "cpu". On a joined Ray, workers may be on any node, and listen at its address."""
         self._config = config
         self._gpus = 0.0 if config.device == "cpu" else gpus
         self._joined = joined
 
     def waits_for(self, role: Role) -> str:
-        """Why a worker of this role has no process yet."""
+        """Says why a worker of this role has no process yet."""
         pool = self._config.pool(role)
         wanted = {"GPU": gpus_of(self._config, role, self._gpus), **pool.resources}
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return describe_wait({name: amount for name, amount in wanted.items() if amount}, nodes)
 
     def make(self, name: str, role: Role) -> None:
-        """Ray restarts a worker that dies, always. An existing one stays."""
+        """Makes a worker that Ray always restarts, unless it exists."""
         gpus = gpus_of(self._config, role, self._gpus)
         actor = ray.remote(WorkerActor).options(
             name=name,
@@ -331,7 +323,7 @@ class WorkerActors:
 
 
 def drain(name: str) -> None:
-    """Drains the worker of that name, for good."""
+    """Drains a worker, which then ends for good."""
     if actor := find_actor(name):
         actor.drain.remote()
 

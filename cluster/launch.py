@@ -1,17 +1,17 @@
 """Starts and stops a cluster on Ray.
 
-start()  joins or starts Ray, makes the actors or takes over those of a cluster of this name,
+start()  joins or starts Ray, makes the actors or takes over a running cluster of this name, and
          returns when requests can be served
-stop()   finishes requests, ends every actor in order and, if it was started here, Ray; waits for
-         no request once `hurry` is set
+stop()   finishes requests, ends every actor in order and, if it was started here, Ray; once
+         `hurry` is set, requests are not waited for
 leave()  leaves a detached cluster running; cluster/stopping.py ends it
 
 Each cluster has its own Ray namespace: any number of them can share one Ray, if their routers
-listen on different ports. On a joined Ray the workers may be anywhere; routers and controller are
-on the node where the cluster was started, or on Ray's head, wherever that is, if it was that.
+listen on different ports. On a joined Ray the workers may be on any node; routers and controller
+stay on the node where the cluster was started. If that was Ray's head, they follow the head.
 
 The routers belong to this process, unless the cluster is detached. If this process is killed, Ray
-ends them, and the controller, which misses the first, ends everything else.
+ends the routers; the controller notices that the first is gone and ends everything else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from baton.cluster import ray_session
 from baton.cluster.actors import CONCURRENCY, RouterActor, WorkerActors
 from baton.cluster.controller import Controller
 from baton.cluster.fleet import CONTROLLER, ROUTER, Fleet, Member, router_name
-from baton.cluster.preflight import check_ports, free_port, gpus_per_rank, numbered, take_port
+from baton.cluster.preflight import check_ports, free_port, gpus_per_rank, offset_ports, take_port
 from baton.cluster.ray_session import PREFIX, StartRecord, find_actor
 from baton.cluster.stopping import stop_cluster
 from baton.core import config as configs
@@ -53,36 +53,34 @@ Progress = Callable[[list[Member]], None]
 
 _KILLED = (
     "ended while the cluster started; is there enough memory? Ray kills processes when 95% of a"
-    " node's memory are in use"
+    " node's memory is in use"
 )
-_JUST_STARTED = "{} is just being started by another command: it can be joined in some seconds"
+_JUST_STARTED = "{} is being started by another command: try again in some seconds"
 
 
 class Cluster:
-    """Routers, and at first as many workers of each role as the configuration says."""
-
     def __init__(
         self, config: Config, ray_address: str = "", *, detached: bool = False, name: str = ""
     ) -> None:
         """A `detached` cluster, on a joined Ray, outlives this process; a running one of the same
-        `name` is taken over. Without a name, the cluster gets a new one."""
+        `name` is taken over. Without a name, a random one is chosen."""
         self.name = f"{PREFIX}{name or secrets.token_hex(4)}"
         self._config = _with_absolute_paths(config)
         self._ray_address = ray_address
         self._detached = detached
         self._controller: Any = None
-        # Kept: an actor that is not detached ends with its last handle.
+        # Handles are kept: an actor that is not detached ends with its last one.
         self._routers: list[Any] = []
         self._services = contextlib.ExitStack()
         self.log_folder = ""
-        self.taken_over = False  # the cluster ran before
-        self.as_configured = True  # it was started with the same configuration, which it keeps
+        self.taken_over = False  # the cluster was started by another command
+        self.as_configured = True  # a cluster that was taken over has the same configuration
 
     def start(
         self, on_progress: Progress = lambda members: None, timeout: float = 600.0
     ) -> list[Member]:
-        """Starts everything. Returns every process once all routers are ready; raises after
-        `timeout` seconds without progress.
+        """Starts everything. Returns all processes once every router is ready; raises
+        DeadlineExceeded after `timeout` seconds without progress.
 
         Errors of `on_progress` end the start. Call `stop` after any error.
         """
@@ -99,7 +97,7 @@ class Cluster:
 
     def _make_everything(self) -> None:
         check_ports(self._config.router)
-        total = float(ray.cluster_resources().get("GPU", 0))  # of all present nodes
+        total = float(ray.cluster_resources().get("GPU", 0))
         joined = bool(self._ray_address)
         models = {model_store.model_name(each): each for each in served_configs(self._config)}
         gpus = gpus_per_rank(list(models.values()), total, joined=joined)
@@ -108,15 +106,15 @@ class Cluster:
             fleet = fleet.scaled(_pools(config), model=model)
         ray_session.save_fleet(fleet)
         address = self._make_controller(gpus)
-        # The controller would make them too, but only once its process runs.
+        # The controller would make them too, but not before its process runs.
         for name, role in fleet.workers.items():
             WorkerActors(models[fleet.models[name]], gpus, joined=joined).make(name, role)
         for index in range(self._config.router.count):
             self._routers.append(self._make_router(index, address))
 
     def _take_over(self) -> None:
-        """Changes nothing: the controller restores the workers. Only routers may be missing, if
-        the command that started this cluster was killed."""
+        """Makes missing routers: the command that started the cluster may have been killed. The
+        controller restores the workers."""
         start = ray_session.load_start()
         if start is None:
             raise Unavailable(_JUST_STARTED.format(self.name))
@@ -127,18 +125,18 @@ class Cluster:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the cluster has been stopped."""
+        """True once the cluster has been stopped."""
         return find_actor(CONTROLLER) is None
 
     def members(self) -> list[Member]:
-        """Every process and its progress; empty while the controller does not answer."""
+        """Returns every process and its progress; nothing while the controller does not answer."""
         try:
             return self._ask_members()
         except ray.exceptions.RayActorError:
             return []
 
     def _ask_members(self) -> list[Member]:
-        """Raises ActorDiedError if there will be no controller."""
+        """Raises ActorDiedError if the controller cannot start."""
         asked = self._controller.members.remote()
         try:
             found: list[Member] = ray.get(asked, timeout=MEMBERS_SECONDS)
@@ -147,7 +145,7 @@ class Cluster:
         return found
 
     def stop(self, hurry: threading.Event | None = None) -> None:
-        """Ends every process of the cluster; leaves it if it was taken over."""
+        """Ends every process of the cluster, or leaves it running if it was taken over."""
         with self._services:
             if ray.is_initialized() and self.taken_over:
                 self.leave()
@@ -168,7 +166,7 @@ class Cluster:
             self.log_folder = ray_session.start(self.name, processes=workers + 2)
 
     def _share_gpus(self) -> dict[str, str]:
-        """The environment that lets processes share a GPU."""
+        """Starts NVIDIA MPS if processes share a GPU; returns the environment for it."""
         models = served_configs(self._config)
         if all(each.prefill.gpu_share == 1 or each.device == "cpu" for each in models):
             return {}
@@ -176,7 +174,7 @@ class Cluster:
         return self._services.enter_context(resources.mps_service(Path(folder)))
 
     def _make_controller(self, gpus: float) -> str:
-        """Returns the controller's address on its node; the port stays after a restart."""
+        """Returns the controller's address on its node. A restart keeps the port."""
         host = _this_node()["NodeManagerAddress"] if self._ray_address else "127.0.0.1"
         port = self._config.controller.port or free_port(host)
         take_port(host, port, "controller.port").close()
@@ -192,14 +190,14 @@ class Cluster:
                 tether="" if self._detached else ROUTER,
             )
         except ray.exceptions.ActorAlreadyExistsError:
-            self.taken_over = True  # theirs, and not ours to stop
+            self.taken_over = True  # so that `stop` does not end it
             raise Unavailable(_JUST_STARTED.format(self.name)) from None
         ray_session.save_start(StartRecord(tree, address))
         return address
 
     def _make_router(self, index: int, controller_address: str) -> Any:
-        # Ports are chosen once: a restarted router must be where it was.
-        router = _with_ports(numbered(self._config.router, index))
+        # Ports are chosen once: a restarted router must keep its address.
+        router = _with_ports(offset_ports(self._config.router, index))
         member = Member(router_name(index), None, router.host)
         actor = ray.remote(RouterActor).options(
             **_here(member.worker_id),
@@ -225,8 +223,8 @@ class Cluster:
             time.sleep(POLL_SECONDS)
 
     def _checked_members(self) -> list[Member]:
-        """While a cluster starts, errors end the start instead of being retried."""
-        # Before the members, who report why they end: that says more than that they did.
+        """Returns the members; raises the first error that a process reports or ended with."""
+        # Read before the members: a member's own error says more than its end.
         ended = ray_session.restarted_actors()
         try:
             members = self._ask_members()
@@ -251,7 +249,7 @@ def _pools(config: Config) -> Pools:
 
 
 def routers(members: list[Member]) -> list[Member]:
-    """The routers that are ready, in order."""
+    """Returns the ready routers, by name."""
     ready = [member for member in members if not member.role and member.address]
     return sorted(ready, key=lambda member: member.worker_id)
 
@@ -259,7 +257,7 @@ def routers(members: list[Member]) -> list[Member]:
 def _is_config(tree: dict[str, object], config: Config) -> bool:
     try:
         return configs.parse(tree) == config
-    except InvalidConfig:  # another version's
+    except InvalidConfig:  # written by another version
         return False
 
 
@@ -287,16 +285,16 @@ def _with_absolute_paths(config: Config) -> Config:
 
 
 def _here(name: str) -> dict[str, Any]:
-    """Options of an actor on this node that Ray restarts."""
+    """Returns options of an actor that Ray restarts on this node."""
     node = _this_node()
-    # A restarted head may have another address; any other node is known by it.
-    mark = HEAD if HEAD in node["Resources"] else f"node:{node['NodeManagerAddress']}"
+    # A restarted head may have another address; another node keeps its own.
+    resource = HEAD if HEAD in node["Resources"] else f"node:{node['NodeManagerAddress']}"
     return {
         "name": name,
         "num_cpus": 0,
         "max_restarts": -1,
-        # A little of what only this node has, also after a restart.
-        "resources": {mark: 0.001},
+        # Only this node has the resource, also after a restart.
+        "resources": {resource: 0.001},
     }
 
 

@@ -1,9 +1,9 @@
 """The models of a cluster, saved before anything acts on a change.
 
-    named ─removed─▶ leaving ─no router has a request to it, its workers have ended─▶ forgotten
+    named ─removed─▶ leaving ─no router has requests to it, its workers have ended─▶ forgotten
 
-A model is its name and its keys of the configuration; a cluster's first model may have none of its
-own. Routers and the controller make the same configuration of them.
+A model is stored as its name and its configuration keys, as JSON; the only model of a cluster may
+have none. Routers and the controller derive the same configuration from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.core.errors import InvalidRequest, describe_unknown
 from baton.v1 import cluster_pb2 as pb
 
 QUIET_SECONDS = 3.0
-"""Routers report once a second: after this time without requests, none has any left."""
+"""A removed model without requests for this long is idle: routers report once a second."""
 
 
 @dataclass(slots=True)
@@ -42,18 +42,17 @@ class ModelTable:
         self._changing = asyncio.Lock()
         stored = ray_session.load_models()
         for name, keys, removed in stored or _first_models(config):
-            self._models[name] = self._made(name, keys)
+            self._models[name] = self._make(name, keys)
             self._models[name].removed_at = clock() if removed else None
 
-    def _made(self, name: str, keys: str) -> _Model:
-        # Only a model without others has no keys of its own.
+    def _make(self, name: str, keys: str) -> _Model:
+        # Only a cluster's single model has no keys.
         tree = json.loads(keys) if keys else None
         config = self._config if tree is None else configs.model_config(self._config, name, tree)
         return _Model(config, keys)
 
     @property
     def named(self) -> list[pb.NamedModel]:
-        """The models to serve."""
         return [pb.NamedModel(name=name, keys=self._models[name].keys) for name in self.served]
 
     @property
@@ -68,7 +67,7 @@ class ModelTable:
         return self._models[name].config
 
     def check(self, name: str) -> str:
-        """The name of a served model: the given one, or without one the only one."""
+        """Returns the name if it is a served model's; an empty name selects the only model."""
         if name in self.served:
             return name
         if name or len(self.served) != 1:
@@ -76,7 +75,7 @@ class ModelTable:
         return self.served[0]
 
     async def add(self, named: pb.NamedModel) -> Config:
-        made = self._made(named.name, named.keys)
+        made = self._make(named.name, named.keys)
         async with self._changing:
             if named.name in self._models:
                 how = "is served" if named.name in self.served else "is still being removed"
@@ -96,17 +95,17 @@ class ModelTable:
             await self._save({**self._models, name: removed})
 
     async def forget(self, name: str) -> None:
-        """The model's last worker has ended."""
+        """Drops a removed model whose last worker has ended."""
         async with self._changing:
             await self._save({key: each for key, each in self._models.items() if key != name})
 
     def report(self, report: pb.RouterReport) -> None:
-        """A router's report on a model."""
+        """Notes when a router last had requests to the model."""
         if report.active_requests and report.model in self._models:
             self._models[report.model].busy_at[report.router_id] = self._clock()
 
     def is_idle(self, name: str) -> bool:
-        """Whether no router has requests to a removed model any more."""
+        """True once no router has had requests to a removed model for QUIET_SECONDS."""
         model, now = self._models[name], self._clock()
         assert model.removed_at is not None
         busy_at = max(model.busy_at.values(), default=0.0)

@@ -1,10 +1,10 @@
-"""The live planner: collects routers' reports, decides once a round, and acts on it.
+"""The live planner: collects routers' reports, decides once a round, and acts on the decision.
 
     routers ─Report, once a second─▶ window, backlog, costs ─round─▶ plan() ─▶ Decision
                                                                                 │ planner.act
                                 FleetManager: role switches, new workers, drains ◀┘
 
-planner/sizing.py decides, as in the simulator. Nothing here is on a request's path.
+planner/sizing.py decides, as in the simulator. No request passes the planner.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from baton.v1 import cluster_pb2 as pb
 log = logging.getLogger(__name__)
 
 REMEMBERED_ROUNDS = 100
-"""Rounds that changed something, or would have."""
+"""Rounds to list that changed the pools, or would have."""
 
 ROUTER_SILENT_SECONDS = 5.0
-"""A router that has not reported for this long is gone, and its queue with it."""
+"""A router that has not reported for this long counts as gone, with its queue."""
 
 
 class PlanRounds:
-    """What routers reported in each round, and the decisions."""
+    """A model's planning rounds: collects routers' reports in each, and decides at its end."""
 
     def __init__(self, config: Config, *, gpus: bool) -> None:
-        """`gpus` says whether workers have any, where the configuration leaves that open."""
+        """`gpus` decides what device "auto" means: workers with or without GPUs."""
         device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
         settings = config.planner
         workers = config.prefill.workers + config.decode.workers
@@ -62,17 +62,17 @@ class PlanRounds:
         self.round_seconds = settings.round_seconds
         self._max_batch = with_device_defaults(config, device).decode.max_batch
         self._window = TrafficWindow(settings.round_seconds)
-        # The last report of each router, and when it came.
+        # By router: the last report, and when it came.
         self._reports: dict[str, tuple[float, pb.RouterReport]] = {}
         self._prompts, self._overhead_seconds = 0, 0.0  # of this round
-        self._overhead = 0.0  # a prompt, in the last round that had any
+        self._overhead = 0.0  # seconds for each prompt, in the last round with prompts
         self._state = PlannerState()
-        self._missing = 0  # workers, after the last round
+        self._missing = 0  # workers, in the last round
         self._last: pb.PlannedRound | None = None
         self._changes: deque[pb.PlannedRound] = deque(maxlen=REMEMBERED_ROUNDS)
 
     def report(self, report: pb.RouterReport, now: float | None = None) -> None:
-        """A router's traffic since its last report."""
+        """Adds a router's traffic since its last report."""
         now = time.monotonic() if now is None else now
         window = self._window
         window.arrived(now, report.arrivals)
@@ -84,7 +84,7 @@ class PlanRounds:
         self._reports[report.router_id] = now, report
 
     def end(self, have: Pools, now: float, clock: Callable[[], float] = time.time) -> Decision:
-        """Ends a round and decides. `have` counts the workers that serve or soon will."""
+        """Ends a round and decides. `have` counts serving and starting workers."""
         decision, self._state = plan(self._observe(have, now), self._state, self.goals)
         self._last = pb.PlannedRound(
             at=clock(),
@@ -124,7 +124,7 @@ class PlanRounds:
         if self._prompts:
             self._overhead = self._overhead_seconds / self._prompts
         self._prompts, self._overhead_seconds = 0, 0.0
-        # Every router reports the workers' waiting requests; each has its own queue.
+        # Every router reports the same requests waiting on workers, and its own queue.
         waiting = max((each.waiting for each in reports), default=0)
         return Observation(
             have=have,
@@ -139,7 +139,7 @@ class PlanRounds:
 
 
 def _costs(reports: list[pb.RouterReport]) -> Costs:
-    """The busiest router's estimates: it has measured most."""
+    """Returns the estimates of the busiest router, which has measured most."""
     known = [each for each in reports if len(each.step_costs) == len(STEP_PRIOR)]
     if not known:
         return Costs()
@@ -148,11 +148,11 @@ def _costs(reports: list[pb.RouterReport]) -> Costs:
 
 
 async def run_planner(rounds: PlanRounds, manager: FleetManager, model: str) -> None:
-    """Ends a model's rounds and acts on their decisions.
+    """Runs a model's rounds and acts on their decisions.
 
-    A worker that switches its role counts in its new pool as soon as it is asked to. New workers
-    become actors at once: an actor that waits for a place is what Ray's autoscaler adds nodes
-    for. Workers only go by draining.
+    A worker counts in its new pool as soon as it is asked to switch roles. New workers become
+    actors at once: Ray's autoscaler adds nodes for actors that wait for resources. Surplus workers
+    always drain.
     """
     while True:
         await asyncio.sleep(rounds.round_seconds)
@@ -162,7 +162,7 @@ async def run_planner(rounds: PlanRounds, manager: FleetManager, model: str) -> 
         try:
             await _act(decision, manager, model)
         except (BatonError, ray.exceptions.RayError) as error:
-            log.warning("the plan could not be carried out: %s", error)
+            log.warning("cannot carry out the plan: %s", error)
 
 
 async def _act(decision: Decision, manager: FleetManager, model: str) -> None:
@@ -171,7 +171,7 @@ async def _act(decision: Decision, manager: FleetManager, model: str) -> None:
         for name in manager.serving(other(switch.to), model)[: switch.count]:
             manager.permit_switch(name, switch.to)
             await asyncio.to_thread(switch_role, name, switch.to)
-    # The fleet counts switching workers in their old pool: none may be drained there.
+    # The fleet counts switching workers in their old pool: drain no worker meanwhile.
     drain = NONE if manager.is_switching else decision.drain
     if decision.add != NONE or drain != NONE:
         wanted, add = manager.fleet.wanted_of(model), decision.add

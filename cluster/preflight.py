@@ -1,4 +1,4 @@
-"""What is checked and decided before anything starts: errors come at once, in one line."""
+"""Checks and decisions before anything starts, so that errors come at once, in one line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from baton.engine.model_choice import (
 )
 from baton.worker.rank_process import check_ranks
 
-# Bytes of one K or V value; the worker, which sees the device, resolves "auto".
+# Bytes of one K or V value. "auto" is resolved by the worker, which sees the device.
 _VALUE_BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -52,10 +52,10 @@ _VALUE_BYTES = {
 
 # Above the ports of Ray's workers, below those that Linux gives to connections.
 _FREE_PORTS = range(24_000, 32_768)
-# Sockets without a port of their own; the kernel closes them with the process.
+# Abstract Unix sockets that reserve ports; the kernel closes them with the process.
 _reservations: list[socket.socket] = []
 
-# Of sums of GPU shares.
+# Tolerance for sums of GPU shares.
 _ROUNDING = 1e-6
 
 _CONNECT_SECONDS = 3.0
@@ -63,8 +63,8 @@ _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def prepare(config: Config, *, workers_here: bool = True) -> Config:
-    """Returns `config` with its models resolved, so that all processes load the same; raises if a
-    cluster could not serve them. With `workers_here`, the weights are on this machine then."""
+    """Returns `config` with its models resolved, so that all processes load the same. Raises if a
+    cluster could not serve them. With `workers_here`, also downloads the weights."""
     check_router(config)
     node_identity(config)
     if not config.models:
@@ -81,14 +81,14 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
 
 
 def _resolved(before: Config, after: Config) -> dict[str, object]:
-    """A model's keys that were resolved."""
+    """Returns the keys that resolving a model changed."""
     old, new = configs.dump(before), configs.dump(after)
-    own = new.keys() - {"embedding_model"}  # which models share
+    own = new.keys() - {"embedding_model"}  # models share it
     return {name: new[name] for name in sorted(own) if new[name] != old[name]}
 
 
 def _check_names(models: list[Config]) -> None:
-    """No two models, adapters or a model and an adapter may share a name."""
+    """Raises InvalidConfig if two models or adapters share a name."""
     names = Counter(name for each in models for name in (each.model_name, *each.adapters))
     (name, count), *_ = names.most_common(1)
     if count > 1:
@@ -118,21 +118,21 @@ def _prepare_model(config: Config, workers_here: bool) -> Config:
 
 
 def _check_embedding_model(config: Config) -> str:
-    """The embedding model's folder, as an absolute path; empty without one."""
+    """Returns the absolute path of the embedding model's folder, or "" without one."""
     if not config.embedding_model:
         return ""
     folder = Path(config.embedding_model).expanduser().absolute()
     EncoderConfig.read(folder)
     if folder.name in (model_store.model_name(config), *config.adapters):
         raise InvalidConfig(
-            f"the name {folder.name!r} is that of the model or of an adapter",
+            f"the model or an adapter is already called {folder.name!r}",
             field="embedding_model",
         )
     return str(folder)
 
 
 def engine_note(config: Config) -> str:
-    """What the fallback engine or pages in int4 cost, in one line; empty without both."""
+    """Returns one line on what the fallback engine or int4 pages cost; "" without both."""
     folder = model_store.locate(config.model, weights=False)
     if not uses_fallback(folder, config.engine):
         return describe_pages(config.kv_dtype)
@@ -157,8 +157,8 @@ def _check_pools(config: Config, architecture: AnyArchitecture) -> None:
 
 
 def _check_quantized_ranks(config: Config) -> None:
-    """The codes of what a rank multiplies depend on its part: the pools would differ by more than
-    rounding."""
+    """Raises InvalidConfig if the pools have different numbers of ranks: a rank's codes depend on
+    its share of the weights, so the pools' results would differ by more than rounding."""
     ranks = [config.prefill.tensor_parallel, config.decode.tensor_parallel]
     if config.quantization != "none" and ranks[0] != ranks[1]:
         raise InvalidConfig(
@@ -182,22 +182,22 @@ def _check_planner(config: Config) -> None:
     most = planner.most_workers or config.prefill.workers + config.decode.workers
     if planner.enabled and least > most:
         raise InvalidConfig(
-            f"the planner is to keep {least} workers and may have {most}",
+            f"the planner must keep at least {least} workers, but may have only {most}",
             field="planner.most_workers",
         )
 
 
 def gpus_per_rank(models: Sequence[Config], total: float, *, joined: bool) -> float:
-    """GPUs of each process of a worker: one, or an equal share where there are fewer.
+    """Returns the GPUs of each worker process: one, or an equal share if there are too few.
 
-    Raises InvalidConfig when a Ray of our own, which does not grow, has too few.
+    Raises InvalidConfig if there are too few on a Ray started here, which does not grow.
     """
     for config in models:
         named = joined and config.prefill.gpus and config.decode.gpus
         if config.device == "cuda" and not total and not named:
             raise InvalidConfig(
-                "device is cuda, but Ray sees no GPU; where it adds nodes that have some, say how"
-                " many each worker wants (prefill.gpus, decode.gpus)",
+                "device is cuda, but Ray sees no GPU; if Ray adds nodes with GPUs on demand, set"
+                " each worker's number (prefill.gpus, decode.gpus)",
                 field="device",
             )
     on_gpus = [(config, role) for config in models if config.device != "cpu" for role in Role]
@@ -205,23 +205,23 @@ def gpus_per_rank(models: Sequence[Config], total: float, *, joined: bool) -> fl
         return 0.0
     pools = [config.pool(role) for config, role in on_gpus]
     ranks = sum(pool.workers * pool.tensor_parallel for pool in pools)
-    # The same number on each GPU: shares that sum up to all GPUs might fit on none.
+    # Each GPU takes a whole number of shares: shares that only sum up to all GPUs may not fit.
     share = 1 / math.ceil(ranks / total) if total else 0.0
     wanted = sum(
         config.pool(role).workers * gpus_of(config, role, share) for config, role in on_gpus
     )
     if wanted > total + _ROUNDING and not joined:
         raise InvalidConfig(
-            f"the workers want {wanted:g} GPUs, and there are {total:g}; fewer workers, or a"
-            " smaller tensor_parallel, want less",
+            f"the workers want {wanted:g} GPUs, and there are {total:g}; use fewer workers or a"
+            " smaller tensor_parallel",
             field="gpus",
         )
     return share
 
 
 def gpus_of(config: Config, role: Role, share: float) -> float:
-    """GPUs that a worker of this role asks Ray for, of one node, since it is one actor. `share`
-    is that of one process."""
+    """Returns the GPUs that a worker of this role requests from Ray, all on one node, since it is
+    one actor. `share` is the share of one process."""
     pool = config.pool(role)
     if pool.gpus is not None:
         return pool.gpus
@@ -233,14 +233,15 @@ def gpus_of(config: Config, role: Role, share: float) -> float:
 
 
 def within_share(config: Config, gpus: float) -> Config:
-    """`config` for a worker with `gpus`: with a part of one, it uses a part of the memory."""
+    """Returns `config` for a worker with `gpus`: a share of a GPU gets that share of its memory."""
     if config.gpu_memory or not 0 < gpus < 1:
         return config
     return dataclasses.replace(config, gpu_memory=configs.GPU_MEMORY * gpus)
 
 
 def describe_wait(wanted: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> str:
-    """What a worker waits for that wants these resources of one node; `nodes` are the totals."""
+    """Says what a worker waits for that wants these resources on one node. `nodes` has each
+    node's totals."""
     for node in nodes:
         if all(node.get(name, 0.0) >= amount for name, amount in wanted.items()):
             return "waiting for a place"
@@ -249,17 +250,17 @@ def describe_wait(wanted: Mapping[str, float], nodes: Iterable[Mapping[str, floa
 
 
 def check_ports(router: RouterConfig) -> None:
-    """Raises InvalidConfig if routers cannot listen. Holds all ports at once, so that duplicates
-    are found too."""
+    """Raises InvalidConfig if routers cannot listen. Holds all ports at once to find duplicates
+    too."""
     with contextlib.ExitStack() as held:
         for index in range(router.count):
-            ports = numbered(router, index)
+            ports = offset_ports(router, index)
             for name in ("port", "http_port", "metrics_port"):
                 held.enter_context(take_port(router.host, getattr(ports, name), f"router.{name}"))
 
 
 def take_port(host: str, port: int, field: str) -> socket.socket:
-    """Listens on the port that `field` of the configuration names; 0 is any free one."""
+    """Listens on the port of a configuration field; 0 means any free one."""
     try:
         return _listen(host, port)
     except (OSError, OverflowError) as error:
@@ -269,8 +270,8 @@ def take_port(host: str, port: int, field: str) -> socket.socket:
         ) from None
 
 
-def numbered(router: RouterConfig, index: int) -> RouterConfig:
-    """The settings of one of several routers: its own ports, except those that are 0."""
+def offset_ports(router: RouterConfig, index: int) -> RouterConfig:
+    """Returns the settings of router number `index`: its ports are `index` higher, except 0."""
     return dataclasses.replace(
         router,
         port=router.port and router.port + index,
@@ -285,9 +286,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on, outside the ranges from which ports are assigned.
+    """Returns a free port outside the ranges from which Ray and Linux assign ports.
 
-    It is reserved until this process ends: the process that listens on it may start late.
+    It is reserved until this process ends, since the process that will listen may start late.
     """
     for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):
         with contextlib.suppress(OSError):
@@ -306,7 +307,7 @@ def _reserve(port: int) -> socket.socket:
 
 
 def check_ray(address: str) -> None:
-    """Raises if no Ray at `address` can be joined; Ray itself would retry for long, and log it."""
+    """Raises if no Ray at `address` can be joined. Ray itself would retry and log for long."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -318,21 +319,21 @@ def check_ray(address: str) -> None:
         reason = error.strerror or str(error)
         raise Unavailable(f"no Ray cluster answers at {address}: {reason}") from None
     mode = os.environ.get("RAY_AUTH_MODE", "")
-    if mode not in ("", "token") or not _refuses(address, _token() if mode else {}):
+    if mode not in ("", "token") or not _refuses_token(address, _token() if mode else {}):
         return
     if mode:
         raise InvalidConfig(
-            f"the Ray at {address} refuses the token from here: set RAY_AUTH_TOKEN, or write into"
-            " ~/.ray/auth_token, what that Ray was started with"
+            f"the Ray at {address} refuses the token from here: set RAY_AUTH_TOKEN, or write to"
+            " ~/.ray/auth_token, the token that Ray was started with"
         )
     raise InvalidConfig(
-        f"the Ray at {address} asks for a token, which Ray sends to an address only when"
-        " told to: set RAY_AUTH_MODE=token"
+        f"the Ray at {address} asks for a token, which Ray sends only with RAY_AUTH_MODE=token:"
+        " set it"
     )
 
 
 def _token() -> dict[str, str]:
-    """The header with which Ray would prove who it is, from the environment or a file."""
+    """Returns the authentication header that Ray would send, from the environment or a file."""
     from ray import _raylet
 
     tokens = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]
@@ -340,8 +341,7 @@ def _token() -> dict[str, str]:
     return header
 
 
-def _refuses(address: str, header: Mapping[str, str]) -> bool:
-    """Whether the Ray there wants another token."""
+def _refuses_token(address: str, header: Mapping[str, str]) -> bool:
     with grpc.insecure_channel(address) as channel:
         try:
             call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_GET_CLUSTER_ID)

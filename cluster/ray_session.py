@@ -29,7 +29,7 @@ from baton.v1 import cluster_pb2 as pb
 PREFIX = "baton-"
 """Every cluster's Ray namespace begins with this."""
 
-# Nothing of ours goes through Ray's object store; this is its minimum.
+# Baton puts nothing into Ray's object store; this is the store's minimum.
 _OBJECT_STORE_BYTES = 80 * 2**20
 _QUIET = {"log_to_driver": False, "configure_logging": False}
 # Keys in the store.
@@ -37,7 +37,7 @@ _FLEET, _START, _ADAPTERS, _MODELS = "fleet", "start", "adapters", "models"
 
 
 def join(address: str, namespace: str) -> str:
-    """Returns the folder of Ray's logs on this machine."""
+    """Joins a running Ray. Returns the folder of its logs on this machine."""
     _silence_ray()
     check_ray(address)
     try:
@@ -48,13 +48,13 @@ def join(address: str, namespace: str) -> str:
 
 
 def only_address(address: str) -> str:
-    """The address of a Ray; where it is "auto", that of RAY_ADDRESS or of the only one that this
-    machine is part of. Ray itself would take any."""
+    """Resolves "auto" to RAY_ADDRESS, or to the only Ray that this machine is part of. Ray itself
+    would take any of several."""
     if address != "auto":
         return address
     if given := os.environ.get("RAY_ADDRESS"):
         return given
-    # The file names the Ray that was started last; its processes may be in another container.
+    # The bootstrap file names the last Ray started, which may run in another container.
     found = services.find_gcs_addresses() or {services.find_bootstrap_address(None)} - {None}
     if not found:
         raise Unavailable("no Ray runs on this machine; give the --ray-address of one")
@@ -67,7 +67,7 @@ def only_address(address: str) -> str:
 
 
 def start(namespace: str, processes: int) -> str:
-    """Starts a Ray that ends with this process and prepares a number of processes. Returns the
+    """Starts a Ray that ends with this process and prepares `processes` workers. Returns the
     folder of its logs."""
     _silence_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -81,11 +81,11 @@ def start(namespace: str, processes: int) -> str:
                 job_config=_job(),
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                # Our actors ask for none; Ray prepares as many processes while it starts.
+                # Our actors request none; Ray prestarts this number of processes.
                 num_cpus=processes,
                 **_QUIET,
             )
-    except Exception as error:  # Ray raises this very class when the machine is too busy
+    except Exception as error:  # Ray raises a plain Exception when the machine is too busy
         logs = f"{ray_utils.get_default_ray_temp_dir()}/session_latest/logs"
         reason = str(error).rstrip(".")
         raise Unavailable(f"Ray cannot start: {reason}; its logs are in {logs}") from error
@@ -94,8 +94,8 @@ def start(namespace: str, processes: int) -> str:
 
 class _NoPaths(list[str]):
     def extend(self, paths: Iterable[str]) -> None:
-        """Ray would put the folder that a command runs in before all packages of its workers: of
-        a model's folder they would import, and so run, what lies there."""
+        """Keeps the current folder out of the workers' import path. Ray would put it first, and
+        code in a model's folder would be imported and run."""
 
 
 def _job() -> JobConfig:
@@ -105,13 +105,13 @@ def _job() -> JobConfig:
 
 
 def complete(address: str) -> str:
-    """Adds this node's host to an address that has none, such as ":51000"."""
+    """Adds this node's host to an address without one, such as ":51000"."""
     host = str(ray.util.get_node_ip_address()) if address.startswith(":") else ""
     return host + address
 
 
 def clusters() -> list[str]:
-    """The namespaces of all clusters on the joined Ray."""
+    """Returns the namespaces of all clusters on the joined Ray."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     namespaces = {str(actor["namespace"]) for actor in actors}
     return sorted(name for name in namespaces if name.startswith(PREFIX))
@@ -125,20 +125,20 @@ def find_actor(name: str) -> Any | None:
 
 
 def restarted_actors() -> list[str]:
-    """The actors that this process has made and whose first process has ended."""
+    """Names the actors made by this process that Ray has restarted."""
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     return sorted(each["Name"] for each in state.actors(job_id=job).values() if each["NumRestarts"])
 
 
 def kill_actor(name: str) -> None:
-    """Ends an actor, if it is there; Ray does not restart it."""
+    """Kills an actor, if it exists. Ray does not restart it."""
     if actor := find_actor(name):
         ray.kill(actor)
 
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """A cluster's configuration when it was started, and its controller's address."""
+    """The configuration that a cluster was started with, and its controller's address."""
 
     tree: dict[str, object]
     controller: str
@@ -157,7 +157,7 @@ def save_adapters(adapters: Mapping[str, pb.NamedAdapter]) -> None:
 
 
 def load_adapters() -> dict[str, pb.NamedAdapter]:
-    """Adapters by name; entries without an adapter were removed."""
+    """Returns adapters by name. Removed ones are entries without an adapter."""
     held = pb.Members.FromString(_get(_ADAPTERS) or b"")
     return {named.name: named for named in held.adapters}
 
@@ -167,7 +167,7 @@ def save_models(models: Sequence[tuple[str, str, bool]]) -> None:
 
 
 def load_models() -> list[tuple[str, str, bool]]:
-    """Each with its name, its keys, and whether it was removed; none before any has changed."""
+    """Returns (name, keys, removed) of each model; nothing before the first change."""
     held = _get(_MODELS)
     return [tuple(each) for each in json.loads(held)] if held else []
 
@@ -194,12 +194,12 @@ def _put(key: str, value: str | bytes) -> None:
 
 
 def _get(key: str) -> Any:
-    """The bytes, or None."""
+    """Returns bytes, or None."""
     return internal_kv._internal_kv_get(key, namespace=_namespace())
 
 
 def cluster_name() -> str:
-    """A name that is unique among all clusters that ever run on this node."""
+    """Returns a name that no other cluster on this node has or had."""
     return f"{ray.get_runtime_context().gcs_address}/{_namespace()}"
 
 
@@ -208,7 +208,7 @@ def _namespace() -> str:
 
 
 def _silence_ray() -> None:
-    """Ray would announce that it authenticates its processes, and leaves the signals to us."""
+    """Hides Ray's notes on authentication and on signal handlers."""
     logging.getLogger("ray").setLevel(logging.ERROR)
 
 

@@ -1,10 +1,10 @@
-"""Ends a cluster, or moves the workers of a node elsewhere before the node goes.
+"""Ends a cluster, or moves the workers of a node elsewhere before the node is removed.
 
 To leave a node:
 
-1. Ray marks the node as going, and places nothing there.
-2. Each worker there drains and ends. The workers of all clusters on this Ray are asked.
-3. Ray restarts it on another node: one with room, or one that is added for it.
+1. Ray marks the node as draining, and places nothing there.
+2. The node's workers, of all clusters on this Ray, drain and end.
+3. Ray restarts them on other nodes, new ones if necessary.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from baton.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
 
 POLL_SECONDS = 0.1
 LEAVE_POLL_SECONDS = 0.2
-# For an actor's process to answer.
 ANSWER_SECONDS = 5.0
+"""Time for an actor's process to answer."""
 
 _PREEMPTED = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 
 
 def stop_cluster(seconds: float, hurry: threading.Event) -> None:
-    """Ends every actor of the joined namespace, and leaves Ray. Gives routers, then workers,
-    `seconds` each to finish their requests; none once `hurry` is set."""
+    """Ends every actor of the joined namespace, then leaves Ray. Routers, then workers, get
+    `seconds` each to finish their requests. Once `hurry` is set, they end at once."""
     try:
         _stop_all(seconds, hurry)
     except ray.exceptions.RayError as error:
-        raise Unavailable(f"Ray cannot be reached, and processes may be left: {error}") from error
+        raise Unavailable(
+            f"Ray cannot be reached; processes may still be running: {error}"
+        ) from error
     finally:
         ray.shutdown()
 
 
 def find_detached(address: str, name: str) -> tuple[str, str]:
-    """Returns a Ray's address and the cluster there that is called `name`, the only one where it
-    is empty."""
+    """Returns a Ray's address and the full name of a cluster there; see select_cluster."""
     address = only_address(address)
     join(address, PREFIX)
     found = clusters()
@@ -67,7 +68,8 @@ def stop_detached(address: str, name: str, seconds: float, hurry: threading.Even
 
 
 def select_cluster(name: str, found: list[str]) -> str:
-    """The cluster called `name`, with or without the prefix; the only one where it is empty."""
+    """Returns the cluster called `name`, with or without the prefix. An empty name selects the
+    only cluster."""
     if not found:
         raise InvalidRequest("there is no cluster")
     if not name and len(found) > 1:
@@ -79,13 +81,13 @@ def select_cluster(name: str, found: list[str]) -> str:
 
 
 def _stop_all(seconds: float, hurry: threading.Event) -> None:
-    # It would restart what ends.
+    # First the controller, which would restart the others.
     kill_actor(CONTROLLER)
     names = ray.util.list_named_actors()
     # Routers first: their requests need the workers.
     _stop([name for name in names if is_router(name)], seconds, hurry)
     _stop([name for name in names if is_worker(name)], seconds, hurry)
-    # Those without a process too.
+    # Actors without a process are left.
     for name in ray.util.list_named_actors():
         kill_actor(name)
     clear_store()
@@ -105,33 +107,31 @@ def _stop(names: list[str], seconds: float, hurry: threading.Event) -> None:
 
 
 def _running(names: list[str]) -> list[Any]:
-    """The actors that have a process: Ray may still be placing others."""
+    """Returns the actors that have a process; Ray may still be placing the others."""
     actors = [actor for actor in map(find_actor, names) if actor]
     answers = {actor.__ray_ready__.remote(): actor for actor in actors}
     if not answers:
         return []
-    given, _ = ray.wait(list(answers), num_returns=len(answers), timeout=ANSWER_SECONDS)
-    return [answers[answer] for answer in given]
+    ready, _ = ray.wait(list(answers), num_returns=len(answers), timeout=ANSWER_SECONDS)
+    return [answers[answer] for answer in ready]
 
 
 def leave_node(ray_address: str, host: str, seconds: float) -> list[str]:
-    """Moves the workers at `host` elsewhere, this node's where it is empty. Returns their names
-    once none serves there.
-
-    Raises DeadlineExceeded when one still does after `seconds`.
-    """
+    """Moves the workers at `host` (empty: at this node) elsewhere. Returns their names once none
+    serves there; raises DeadlineExceeded after `seconds`."""
     deadline = time.monotonic() + seconds
     join(only_address(ray_address), PREFIX)
     try:
         host = host or str(ray.util.get_node_ip_address())
-        _close_nodes(host, seconds)
-        return _drain(host, deadline)
+        _drain_nodes(host, seconds)
+        return _drain_workers(host, deadline)
     finally:
         ray.shutdown()
 
 
-def _close_nodes(host: str, seconds: float) -> None:
-    """Tells Ray that the nodes of a host go in `seconds`; it places nothing there."""
+def _drain_nodes(host: str, seconds: float) -> None:
+    """Announces to Ray that the host's nodes will be gone in `seconds`, so that it places nothing
+    there."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == host]
     if not nodes:
         raise InvalidRequest(f"no node of this Ray is at {host}")
@@ -140,10 +140,10 @@ def _close_nodes(host: str, seconds: float) -> None:
     for node in nodes:
         accepted, reason = gcs.drain_node(node["NodeID"], _PREEMPTED, "baton leave", gone_at)
         if not accepted:
-            raise Unavailable(f"Ray keeps using {host}: {reason}")
+            raise Unavailable(f"Ray refuses to drain {host}: {reason}")
 
 
-def _drain(host: str, deadline: float) -> list[str]:
+def _drain_workers(host: str, deadline: float) -> list[str]:
     drained: list[str] = []
     for actor, member in _serving(host):
         actor.restart.remote()
@@ -156,7 +156,7 @@ def _drain(host: str, deadline: float) -> list[str]:
 
 
 def _serving(host: str) -> Iterator[tuple[Any, Member]]:
-    """The workers that serve at a host, of every cluster."""
+    """Yields the workers that serve at a host, of every cluster."""
     for namespace in clusters():
         for member in _members(namespace):
             if member.role and member.address.rpartition(":")[0] == host:
