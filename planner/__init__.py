@@ -1,5 +1,5 @@
-"""How many workers each pool needs: pure decisions, and a simulator to try them on.
+"""How many workers each pool needs: pure decisions, and a simulator to test them.
 
 traffic_window ─▶ sizing (with queueing) ─▶ Decision. The simulator plays a trace to
-simulated_workers that cost what a profile says, and returns a simulation_report.
+simulated_workers with the costs of a profile, and returns a simulation_report.
 """

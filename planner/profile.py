@@ -2,8 +2,7 @@
 
     {"prefill": [0.003, 2.05e-05, 9e-10, 2.3e-05], "transfer": [0.001, 2.5e-11], …}
 
-The coefficients are those of router/placement/cost_model.py. `H200_8B` is the
-default.
+The coefficients are those of router/placement/cost_model.py. `H200_8B` is the default.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NICE_STEP = 1.25
 
 
 def weight(niceness: int) -> float:
-    """A thread's weight; 1 at nice level 0."""
+    """Returns a thread's weight; 1 at nice level 0."""
     return NICE_STEP**-niceness
 
 
@@ -39,21 +38,22 @@ class SharedCores:
     """The cores of one machine that all workers share, each with one thread.
 
     The kernel divides them by weight, at most a core for each thread. Decode workers have less
-    weight (decode.nice): beside as many busy prefill workers as there are cores they all but stop,
-    beside one less they run at full speed.
+    weight (decode.nice): next to as many busy prefill workers as there are cores they almost stop,
+    next to one less they run at full speed.
     """
 
-    # 0 where each worker has its own hardware.
+    # 0 if each worker has its own hardware.
     count: int
     decode_weight: float
 
     def decode_speed(self, prefill: int, decode: int) -> float:
-        """A decode worker's speed, as a share of that alone, with these numbers of busy workers."""
+        """Returns a decode worker's speed with these numbers of busy workers, relative to its
+        speed alone."""
         if not self.count or prefill + decode <= self.count:
             return 1.0
         wanted = prefill + self.decode_weight * decode
         if wanted <= self.count:
-            # Prefill workers have a core each, decode workers what is left.
+            # Prefill workers have a core each; decode workers share the others.
             return (self.count - prefill) / decode
         return self.decode_weight * self.count / wanted
 
@@ -62,40 +62,41 @@ class SharedCores:
 class Profile:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    # A prompt, a token, a token times one that it attends to, a queued token.
+    # Seconds for a prompt, a token, a (token, attended token) pair, and a queued token.
     prefill: Four
-    # A push, a byte.
+    # Seconds for a push, and a byte.
     transfer: Two
-    # A step, a request, a page, a busy prefill worker (0 where the pools share no hardware).
+    # Seconds for a step, a request, a page, and a busy prefill worker (0 if the pools share no
+    # hardware).
     step: Four
-    # A push, a second of transfer beyond what compute can hide.
+    # Seconds for a push, and for a second of transfer beyond what compute can hide.
     exposed: Two = EXPOSED_PRIOR
-    # From a request's arrival to its first token, beside wait and compute.
+    # From a request's arrival to its first token, without waits and compute.
     overhead_seconds: Number = 0.0
     page_size: Count = 16
-    # The window of each slice of the layers, which has its own pages (0: none); empty: one slice.
+    # The window of each slice of the layers, 0 without one; empty if there is one slice.
     windows: tuple[Count, ...] = ()
     page_bytes: Count = 2 * 2**20
-    # Pages of one worker's pool, and the most requests of one step.
+    # Pages of one worker's pool, and the most requests in a step.
     prefill_pages: Count = 50_000
     decode_pages: Count = 50_000
     max_batch: Count = 256
-    # Tokens of one prefill step.
+    # The most tokens in a prefill step.
     chunk_tokens: Count = 8192
     # Cores that all workers share (0: each has its own hardware), and the weight of a decode
-    # worker's thread where a prefill worker's is 1.
+    # worker's thread; a prefill worker's is 1.
     shared_cores: Count = 0
     decode_weight: Number = 1.0
     # The share by which each other busy prefill worker prolongs a prefill step.
     crowding: Number = 0.0
-    # A role switch after the drain, and the start of a new worker.
+    # Seconds of a role switch after the drain, and of a new worker's start.
     switch_seconds: Number = 2.0
     start_seconds: Number = 60.0
 
     def costs(self, answer_tokens: float) -> Costs:
         once, token, look, queued = self.prefill
         return Costs(
-            # There is no second tier.
+            # The simulator has no second tier.
             prefill=PromptCosts(once, token, look, queued, restored=0.0),
             transfer=self.transfer,
             exposed=self.exposed,
@@ -118,7 +119,7 @@ class Profile:
 
     @property
     def _interfered(self) -> float:
-        """The share of a busy prefill worker's time that decoding loses."""
+        """Returns the share of a busy prefill worker's time that decode workers lose."""
         once, _, _, busy = self.step
         return busy / (once + busy) if busy else 0.0
 
@@ -131,8 +132,8 @@ H200_8B = Profile(
     transfer=(1e-3, 2.5e-11),
     step=(4.15e-3, 1.2e-5, 4.5e-7, 0.0),
 )
-"""An H200 with an 8B-shaped model in bfloat16, fitted to the table of docs/PERFORMANCE.md within
-8%. A network of 40 GB/s between workers is assumed."""
+"""An H200 with an 8B-shaped model in bfloat16, fitted to the table in docs/PERFORMANCE.md within
+8%. Assumes a network of 40 GB/s between workers."""
 
 
 def load_profile(path: Path) -> Profile:

@@ -1,4 +1,4 @@
-"""The simulated workers of each pool, as columns: one array for each value the policy uses.
+"""The simulated workers of each pool, as columns: one array for each value that the policy uses.
 
     added ─▶ active ─retire─▶ draining ─no requests left─▶ ended
 
@@ -25,16 +25,16 @@ from baton.router.placement.placement import DecodeColumns, PrefillColumns, colu
 Array = NDArray[numpy.int64]
 
 TINY = 1e-6
-"""Tolerance for sums of times, in steps."""
+"""Tolerance for sums of step fractions."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request from its placement on."""
+    """A placed request."""
 
     arrival: TraceRequest
     prefill: int
-    # -1 when the first token is the last.
+    # -1 if only one token is wanted.
     decode: int
     cached_tokens: int
     compute_seconds: float
@@ -44,23 +44,21 @@ class SimulatedRequest:
     moved_pages: int = 0
     prompt_pages: int = 0
     pages: int = 0
-    # Pages that a token of the answer adds.
+    # Pages that each token of the answer adds.
     growth: float = 0.0
-    granted: bool = False
-    # When the first token came; 0 before.
+    granted: bool = False  # decode has reserved its pages
+    # The first token's time; 0 before.
     first_at: float = 0.0
     # The worker's step count when this joined the batch.
     joined: float = 0.0
 
     @property
     def missing_tokens(self) -> int:
-        """Prompt tokens to compute."""
+        """Uncached prompt tokens."""
         return self.arrival.prompt_tokens - self.cached_tokens
 
 
 class WorkerPool:
-    """What both pools have in common."""
-
     def __init__(self, cached_blocks: int) -> None:
         self.caches = BlockCaches(cached_blocks)
         self.names: list[str] = []
@@ -68,7 +66,7 @@ class WorkerPool:
         self.began: list[float] = []
         self.ended: list[float] = []
         self.busy_seconds: list[float] = []
-        # Columns: 1 for workers that are active, and 0.
+        # Columns: 1 for active workers, else 0; and all 0.
         self.active = self._none = numpy.zeros(0, dtype=numpy.int64)
 
     def add(self, now: float) -> None:
@@ -88,7 +86,7 @@ class WorkerPool:
         return numpy.flatnonzero(self.active).tolist()
 
     def cached_tokens(self, blocks: Sequence[int], block_tokens: int, most: int) -> Array:
-        """Tokens at the front of a prompt that each worker has cached, `most` at most."""
+        """Returns the leading prompt tokens that each worker has cached, at most `most`."""
         return numpy.minimum(self.caches.leading(blocks, len(self.names)) * block_tokens, most)
 
     def end(self, index: int, now: float) -> None:
@@ -96,7 +94,7 @@ class WorkerPool:
         self.caches.remove_worker(index)
 
     def use(self, now: float) -> PoolUse:
-        """So far."""
+        """Returns the use until `now`."""
         pairs = zip(self.began, self.ended, strict=True)
         total = sum(max(0.0, min(end, now) - begin) for begin, end in pairs)
         return PoolUse(total / now, sum(self.busy_seconds) / total) if total else PoolUse(0.0, 0.0)
@@ -141,13 +139,13 @@ class PrefillPool(WorkerPool):
         self.free_at[index] = max(now, self.free_at[index]) + request.compute_seconds
 
     def columns(self, cached: Array, reached: frozenset[str]) -> PrefillColumns:
-        """The pool as the policy sees it: active workers have room and reach all decode workers."""
+        """Returns the policy's view: active workers have room and reach all decode workers."""
         reaches = [reached] * len(cached)
         columns = self.pending, self.active, cached, self._none
         return PrefillColumns(self.names, reaches, *map(column_of, columns))
 
     def begin_step(self, index: int, chunk_tokens: int) -> tuple[float, list[SimulatedRequest]]:
-        """Returns how long the step takes, and the prompts that it completes."""
+        """Returns the step's seconds and the prompts that it completes."""
         queue, left = self.uncomputed[index], chunk_tokens
         seconds, completed = 0.0, []
         while queue and left:
@@ -161,7 +159,7 @@ class PrefillPool(WorkerPool):
         return seconds, completed
 
     def remove(self, request: SimulatedRequest) -> None:
-        """The request's prompt is computed."""
+        """Removes a request whose prompt is computed."""
         self.pending[request.prefill] -= request.missing_tokens
         self.prompts[request.prefill] -= 1
 
@@ -187,7 +185,8 @@ class DecodePool(WorkerPool):
         self.workers.append(DecodeBatch(at=now))
 
     def columns(self, cached: Array, pages: int, backlog: int) -> DecodeColumns:
-        """The pool as the policy sees it, `pages` each: no local prefill, and no second tier."""
+        """Returns the policy's view of workers with `pages` pages each, without local prefill and
+        second tier."""
         columns = (
             self.requests,
             pages - self.leased,
@@ -204,7 +203,7 @@ class DecodePool(WorkerPool):
         return not self.requests[index]
 
     def has_room(self, backlog: int) -> Array:
-        """Not 0 for active workers with fewer than `backlog` requests waiting."""
+        """Marks active workers on which fewer than `backlog` requests wait."""
         return self.active * (self.waiting < backlog)
 
     @property
@@ -213,27 +212,27 @@ class DecodePool(WorkerPool):
         return int(numpy.count_nonzero(self.running))
 
     def waiting_requests(self) -> int:
-        """Requests that wait for pages, or for a place in the batch."""
+        """Counts requests that wait for pages or for a place in the batch."""
         ready = sum(len(self.workers[index].ready) for index in self.active_indices())
         return int((self.waiting * self.active).sum()) + ready
 
 
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
-    """The requests of a decode worker. Steps are counted, with the fraction of the current one.
-    Between two changes of the batch all steps are equally long, so no step is an event."""
+    """The requests of a decode worker. `steps` counts its steps, with the fraction of the current
+    one. Between two changes of the batch all steps are equally long, so steps need no events."""
 
     at: float
     steps: float = 0.0
     step_seconds: float = 0.0
     # When the current step began.
     step_began: float = 0.0
-    # Requests for which it is the first step.
+    # Requests in their first step.
     newest: list[SimulatedRequest] = field(default_factory=list)
     # Events of earlier versions of the batch are void.
     version: int = 0
-    # Pages that a step adds to the running requests, and those that it would have added to each
-    # before it joined.
+    # Pages that a step adds to the running requests, and what this growth, counted from step 0,
+    # overstates: the steps before each request joined.
     growth: float = 0.0
     before: float = 0.0
     # Reserved pages, and those of the prompts among them.
@@ -245,7 +244,7 @@ class DecodeBatch:
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
 
     def advance(self, now: float, gaps: Histogram) -> float:
-        """Runs steps up to now, and adds the gap before each token to `gaps`. Returns the seconds
+        """Runs steps until now and adds the gap before each token to `gaps`. Returns the seconds
         of compute."""
         seconds, began, before = now - self.at, self.at, self.steps
         self.at = now
@@ -254,7 +253,7 @@ class DecodeBatch:
         self.steps += seconds / self.step_seconds
         number, last = math.floor(before + TINY) + 1, math.floor(self.steps + TINY)
         if number <= last:
-            # Only the first can differ from the others: it was in flight.
+            # Only the first, which was in flight, can differ from the others.
             self._end_step(began + (number - before) * self.step_seconds, gaps)
         if alike := max(0, last - number):
             gaps.note(self.step_seconds, alike * len(self.ends))
@@ -274,7 +273,7 @@ class DecodeBatch:
         return not self.ends or abs(self.steps - round(self.steps)) <= TINY
 
     def join(self, request: SimulatedRequest, number: int) -> None:
-        """Joins with the step that begins now."""
+        """Adds a request to the step that begins now."""
         self.step_began = self.at
         request.joined = self.steps = round(self.steps)
         self.growth += request.growth
@@ -285,7 +284,7 @@ class DecodeBatch:
         )
 
     def pop_ended(self) -> SimulatedRequest | None:
-        """A request that has had its last step."""
+        """Returns a request that has had its last step, if any."""
         if not self.ends or self.ends[0][0] > self.steps + TINY:
             return None
         _, _, request = heapq.heappop(self.ends)
@@ -295,7 +294,7 @@ class DecodeBatch:
 
     @property
     def leased_pages(self) -> int:
-        """Pages of the prompts, and of the answers so far."""
+        """Pages of the prompts and of the answers so far."""
         return self.prompt_pages + int(max(0.0, self.growth * self.steps - self.before))
 
     def price(self, costs: Costs, pages: int, busy_prefill: int, speed: float) -> None:
@@ -303,7 +302,7 @@ class DecodeBatch:
         self.step_seconds = (costs.step_seconds(len(self.ends), pages) + beside) / speed
 
     def next_change(self, max_batch: int) -> float | None:
-        """When the next request ends, or ready ones can join."""
+        """Returns when the next request ends or ready ones can join."""
         if not self.ends:
             return None
         step = self.ends[0][0]
@@ -315,9 +314,9 @@ class DecodeBatch:
 class BlockCaches:
     """The prefix caches of one pool's workers.
 
-    A worker is a bit: each block has its holders as one number, so that one walk along a prompt's
-    blocks finds what all workers hold of it. A worker evicts the least recently used block, of a
-    prompt the last one first.
+    Each block's holders are the bits of one number, so that one walk along a prompt's blocks finds
+    what every worker has cached. A worker evicts the least recently used block; of one prompt, the
+    last block first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -337,7 +336,7 @@ class BlockCaches:
                 del self._holders[block]
 
     def hold(self, index: int, blocks: Sequence[int]) -> None:
-        """A prompt of these blocks is computed or has arrived there."""
+        """Caches the blocks of a prompt on a worker."""
         held, holders, bit = self._held[index], self._holders, 1 << index
         for block in reversed(blocks):
             if block in held:
@@ -353,7 +352,7 @@ class BlockCaches:
                 del holders[oldest]
 
     def leading(self, blocks: Sequence[int], workers: int) -> Array:
-        """How many blocks at the front of a prompt each of the first `workers` holds."""
+        """Counts the leading blocks of a prompt that each worker holds."""
         everyone = left = (1 << workers) - 1
         groups: list[tuple[int, int]] = []  # how many blocks, held by whom
         depth = 0
@@ -370,7 +369,8 @@ class BlockCaches:
 
 
 def _spread(groups: list[tuple[int, int]], everyone: int, workers: int) -> Array:
-    """One number for each worker. The largest group, usually nearly all, is written at once."""
+    """Returns one depth for each worker. The largest group, usually nearly all, is written at
+    once."""
     depth, largest = max(groups, key=lambda group: group[1].bit_count())
     found = numpy.full(workers, depth, dtype=numpy.int64)
     if largest == everyone:

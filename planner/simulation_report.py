@@ -15,14 +15,14 @@ _GROWTH = math.log(1.002)
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    # Average number of workers, and the share of their time that they compute.
+    # Mean number of workers, and the share of their time in which they compute.
     workers: float
     busy: float
 
 
 @dataclass(frozen=True, slots=True)
 class TimedDecision:
-    """A decision that changed something, or was short of workers."""
+    """A decision that changed the pools or the number of missing workers, and its time."""
 
     seconds: float
     decision: Decision
@@ -31,8 +31,7 @@ class TimedDecision:
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
     requests: int
-    # While requests arrived.
-    seconds: float
+    seconds: float  # until the last arrival
     hit_rate: float
     ttft: Spread
     # Over all gaps between two tokens.
@@ -41,12 +40,12 @@ class SimulationReport:
     ttft_kept: float
     itl_kept: float
     kept: float
-    # Requests a second that met both.
+    # Requests per second that met both.
     goodput: float
     prefill: PoolUse
     decode: PoolUse
     mean_batch: float
-    # The most requests that waited in the router at once.
+    # The longest router queue.
     most_queued: int
     decisions: tuple[TimedDecision, ...] = ()
 
@@ -64,10 +63,10 @@ class Tally:
     itl_kept: int = 0
     kept: int = 0
     most_queued: int = 0
-    # Compute of all decode workers, and the same times the running requests.
+    # Compute seconds of all decode workers, and these weighted by the batch.
     busy_seconds: float = 0.0
     batch_seconds: float = 0.0
-    # There are too many times to keep.
+    # Histograms, since there are too many values to keep.
     ttfts: Histogram = field(default_factory=lambda: Histogram(_GROWTH))
     gaps: Histogram = field(default_factory=lambda: Histogram(_GROWTH))
 

@@ -1,12 +1,12 @@
-"""Simulates a cluster: events on a heap, the router's policy, and workers that cost what a
-profile says.
+"""Simulates a cluster: events on a heap, the router's placement policy, and workers with the costs
+of a profile.
 
     arrives ─▶ placed ─▶ computed: first token ─▶ pages arrived ─▶ in the batch ─▶ ended
                   └──────▶ pages reserved on decode ──┘
 
 A prefill worker computes its prompts in order, up to a limit of tokens a step. A decode worker
 steps all its requests at once; its steps are equally long until a request joins or ends, or other
-workers on the same cores start or stop to compute. Left out: local prefill, fetched pages, the
+workers on the same cores start or stop computing. Not simulated: local prefill, fetched pages, the
 second tier, preemption (decode reserves the answer's pages with the prompt's), failures, and
 message times.
 """
@@ -57,12 +57,10 @@ class Setup:
     workers: Pools
     profile: Profile
     goals: Goals
-    # Whether the planner may change the pools.
-    plans: bool = False
+    plans: bool = False  # the planner may change the pools
     block_tokens: int = BLOCK
     worker_backlog: int = 16
-    # Between two plans.
-    round_seconds: float = ROUND_SECONDS
+    round_seconds: float = ROUND_SECONDS  # time between two plans
 
 
 class Simulator:
@@ -70,7 +68,7 @@ class Simulator:
         profile = setup.profile
         self._setup = setup
         self._profile = profile
-        # A cached prefix needs no pages that windows have passed.
+        # A cached prefix needs no pages of slices with a window.
         whole = max(1, profile.slices.count(None))
         pages_of_block = whole * setup.block_tokens / profile.page_size
         self._prefill = PrefillPool(int(profile.prefill_pages / pages_of_block))
@@ -86,13 +84,13 @@ class Simulator:
         self._queue: deque[TraceRequest] = deque()
         self._placed = 0
         self._tally = Tally(setup.goals.ttft, setup.goals.itl)
-        # Filled only if the planner runs: the end of a round drops old entries.
+        # Filled only if the planner runs, whose rounds drop old entries.
         self._window = TrafficWindow(setup.round_seconds)
         self._state = PlannerState()
         self._coming = NONE
-        self._draining: dict[tuple[Role, int], Role | None] = {}  # and the role that follows
+        self._draining: dict[tuple[Role, int], Role | None] = {}  # the next role, or None
         self._decisions: list[TimedDecision] = []
-        self._missing = 0  # workers, a round before
+        self._missing = 0  # workers, in the last round
         for role in Role:
             for _ in range(setup.workers.of(role)):
                 self._pool(role).add(0.0)
@@ -164,7 +162,7 @@ class Simulator:
         return True
 
     def snapshot(self, arrival: TraceRequest) -> Snapshot:
-        """What the policy decides on: no local prefill, and no pages to fetch."""
+        """Returns the policy's view of the cluster, without local prefill and fetched pages."""
         setup, profile = self._setup, self._profile
         # A prompt's last token is always computed.
         most = (arrival.prompt_tokens - 1) // profile.page_size * profile.page_size
@@ -211,12 +209,12 @@ class Simulator:
         self._grant(index)
 
     def _grant(self, index: int) -> None:
-        """Reserves pages for waiting requests, the oldest first, while there are any."""
+        """Reserves pages for waiting requests, oldest first, as long as they fit."""
         batch = self._decode.workers[index]
         while batch.waiting:
             request = batch.waiting[0]
             room = self._profile.decode_pages - batch.reserved_pages
-            # A request that would never fit has the worker to itself.
+            # A request larger than the pool runs alone.
             if request.pages > room and batch.reserved_pages:
                 return
             batch.waiting.popleft()
@@ -263,7 +261,7 @@ class Simulator:
         self._continue_batch(request.decode)
 
     def _change_batch(self, subject: tuple[int, int]) -> None:
-        """After the last step of a request, or the one before others join."""
+        """Ends requests after their last step, and lets ready ones join."""
         index, version = subject
         batch = self._decode.workers[index]
         if version != batch.version:
@@ -280,7 +278,7 @@ class Simulator:
         self._place_queued()
 
     def _continue_batch(self, index: int) -> None:
-        """Ready requests join as far as the batch has room, then steps have a new length."""
+        """Adds ready requests while the batch has room, and updates the step's length."""
         batch = self._decode.workers[index]
         was_idle = not self._decode.running[index]
         if batch.is_between_steps:
@@ -305,7 +303,8 @@ class Simulator:
             self._at(change, self._change_batch, (index, batch.version))
 
     def _interfere(self) -> None:
-        """A worker has started or stopped to compute: on shared hardware, steps change."""
+        """Updates the lengths of all steps after a worker on shared hardware has started or
+        stopped computing."""
         if not self._shares_hardware:
             return
         for index, batch in enumerate(self._decode.workers):
@@ -314,7 +313,7 @@ class Simulator:
                 self._price(index)
 
     def _advance(self, index: int) -> DecodeBatch:
-        """Runs a batch's steps up to now."""
+        """Runs a batch's steps until now."""
         batch = self._decode.workers[index]
         seconds = batch.advance(self._now, self._tally.gaps)
         self._decode.busy_seconds[index] += seconds
@@ -388,7 +387,7 @@ class Simulator:
         self._end_drained(role, index)
 
     def _end_drained(self, role: Role, index: int) -> None:
-        """A draining worker without requests ends, or switches to its next role."""
+        """Ends a draining worker that has no requests left, or switches its role."""
         if (role, index) not in self._draining or not self._pool(role).is_empty(index):
             return
         next_role = self._draining.pop((role, index))

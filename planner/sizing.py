@@ -3,14 +3,13 @@
     need     the fewest workers that meet the objectives (planner/queueing.py)
     short    a pool that has fewer: the other pool's spare workers switch roles; new workers
              are requested for the rest
-    spare    workers without which a pool would meet the objectives even if its load grew by
-             `headroom`; while no pool is short, they are drained after `patience` rounds
+    spare    workers without which a pool would meet the objectives at `headroom` times its load;
+             while no pool is short, they are drained after `patience` rounds
     regret   a pool that must grow again soon after it gave workers up waits twice as long
              the next time, and half as long again once that has gone well
 
-So a pool grows at once and shrinks late, and small changes of the load change nothing. Peaks
-that recur at longer intervals than `patience` are covered by regret: the wait grows until it
-outlasts them.
+So a pool grows at once and shrinks late, and small changes of the load change nothing. If peaks
+recur at intervals longer than `patience`, the wait doubles until it is longer than the intervals.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ RECOVERY_SECONDS = 30.0
 """The time in which a backlog should be worked off."""
 
 REGRET_TIMES = 4
-"""Multiple of the wait before workers are given up, after which that was not too early."""
+"""Multiple of a pool's wait: a pool that does not grow for so long after it gave up workers did
+not give them up too early."""
 
 MOST_CAUTION = 16
 
@@ -54,7 +54,7 @@ class Pools(NamedTuple):
         return self.prefill if role is Role.PREFILL else self.decode
 
     def beyond(self, other: Pools) -> Pools:
-        """The difference of each number to the other's, at least 0."""
+        """Subtracts each number, down to 0."""
         return Pools(*(max(0, one - two) for one, two in zip(self, other, strict=True)))
 
     def with_more(self, role: Role, count: int) -> Pools:
@@ -73,7 +73,7 @@ def other(role: Role) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """The objectives, and the limits of what may be done for them."""
+    """The objectives, and the limits for the pools."""
 
     # Seconds to the first token, and between two tokens.
     ttft: float
@@ -83,9 +83,9 @@ class Goals:
     # Share of the requests that may miss an objective.
     late: float = 0.02
     least: Pools = ONE_EACH
-    # A pool gives up workers only if it could serve this multiple of its load without them,
+    # A pool gives up workers if it could serve this multiple of its load without them
     headroom: float = 1.25
-    # and drains them only after this number of such rounds.
+    # for this number of rounds.
     patience: int = 30
 
 
@@ -95,15 +95,15 @@ class Observation:
     """Workers that serve or soon will: starting and switching ones count in their next pool,
     draining ones do not count."""
     window: Window = field(default_factory=Window)
-    # As measured.
+    # Measured costs.
     costs: Costs = field(default_factory=Costs)
     max_batch: int = 256
     pool_pages: int = 2**31
-    # From a request's arrival to its first token, beside wait and compute.
+    # From a request's arrival to its first token, without waits and compute.
     overhead_seconds: float = 0.0
     # Compute of queued prompts, in seconds.
     queued_seconds: float = 0.0
-    # Requests that wait for room on decode workers, there or in a router.
+    # Requests that wait for decode workers, there or in a router.
     waiting: int = 0
 
 
@@ -117,25 +117,25 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """Kept of one pool from one round to the next."""
+    """A pool's state between rounds."""
 
-    # Rounds in which it has had spare workers, and the fewest of them.
+    # Consecutive rounds with spare workers, and the fewest in any of them.
     rounds: int = 0
     spare: int = 0
-    # The multiple of `patience` that it waits, and the rounds since it last gave up workers; 0
-    # when that is long ago.
+    # The multiple of `patience` that the pool waits.
     caution: int = 1
+    # Rounds since it last gave up workers; 0 if that is long ago.
     since: int = 0
 
     def wait(self, goals: Goals) -> int:
-        """Rounds that workers must be spare before they are given up."""
+        """Rounds for which workers must be spare before they are given up."""
         return goals.patience * self.caution
 
     def to_drain(self, goals: Goals) -> int:
         return self.spare if self.rounds >= self.wait(goals) else 0
 
     def judge(self, short: int, goals: Goals) -> PoolState:
-        """Adjusts caution: whether workers that were given up are missed."""
+        """Adjusts caution: raises it if workers are missing soon after some were given up."""
         if self.since and short:
             return replace(self, caution=min(2 * self.caution, MOST_CAUTION), since=0)
         if self.since > REGRET_TIMES * self.wait(goals):
@@ -149,7 +149,8 @@ class PoolState:
         return replace(self, rounds=self.rounds + 1, spare=least)
 
     def forget(self, given: int) -> PoolState:
-        """After a change of the pools, with which this one gives up `given` workers."""
+        """Resets the count of spare rounds after a change with which this pool gives up `given`
+        workers."""
         return PoolState(caution=self.caution, since=1 if given else self.since)
 
 
@@ -158,7 +159,7 @@ class PlannerState(NamedTuple):
     decode: PoolState = PoolState()
 
     def next(self, step: Callable[[PoolState, int], PoolState], numbers: Pools) -> PlannerState:
-        """Each pool's next state, with its number."""
+        """Applies a step to each pool's state, with the pool's number."""
         return PlannerState(*map(step, self, numbers))
 
 
@@ -169,9 +170,9 @@ class Decision:
     switch: Switch | None = None
     add: Pools = NONE
     drain: Pools = NONE
-    # Workers that are needed beyond the limit.
+    # Workers needed beyond the limit.
     missing: int = 0
-    # With the numbers.
+    # Sentences with numbers.
     reasons: tuple[str, ...] = ()
 
     @property
@@ -179,7 +180,7 @@ class Decision:
         return self.switch is not None or self.add != NONE or self.drain != NONE
 
     def is_news(self, missing_before: int) -> bool:
-        """Whether something changes, or the number of missing workers does."""
+        """True if a pool or the number of missing workers changes."""
         return self.changes or self.missing != missing_before
 
     @property
@@ -250,9 +251,9 @@ def _grow(
 
 
 def _need(seen: Observation, goals: Goals, times: float = 1.0) -> tuple[Pools, tuple[str, ...]]:
-    """The need at a multiple of the load, and its reasons."""
+    """Returns the workers needed at a multiple of the load, and the reasons."""
     if not seen.window.requests or not seen.window.compute_seconds:
-        return goals.least, ("no request came that could be served",)
+        return goals.least, ("no request arrived that could be served",)
     prefill, why_prefill = _prefill_need(seen, goals, times)
     decode, why_decode = _decode_need(seen, goals, times)
     need = Pools(max(prefill, goals.least.prefill), max(decode, goals.least.decode))
@@ -261,7 +262,7 @@ def _need(seen: Observation, goals: Goals, times: float = 1.0) -> tuple[Pools, t
 
 def _prefill_need(seen: Observation, goals: Goals, times: float) -> tuple[int, str]:
     window = seen.window
-    # A second of work for each worker is no backlog.
+    # Up to a second of work for each worker is no backlog.
     beyond = max(0.0, seen.queued_seconds - seen.have.prefill)
     load = PrefillLoad(
         rate=window.rate * times,

@@ -2,7 +2,7 @@
 
 A trace is a file with one JSON object a line, like the Mooncake traces: timestamp (ms),
 input_length, output_length, and hash_ids of blocks of 512 tokens. Equal ids mean equal blocks
-after equal beginnings. Where a cluster has several models, `model` is a request's.
+after equal prefixes. In traces of several models, `model` names a request's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from typing import NamedTuple
 BLOCK = 512
 """Tokens in a block of the trace."""
 
-MANY = 2**40
-"""More than a trace is ever played."""
+_UNLIMITED = 2**40
+"""More repetitions of a trace than are ever needed."""
 
 
 class TraceRequest(NamedTuple):
-    """A request of a trace, or made from one."""
-
     seconds: float  # since the trace began
     prompt_tokens: int
     answer_tokens: int
@@ -36,16 +34,16 @@ class TraceRequest(NamedTuple):
 class Traffic:
     """How a trace is played."""
 
-    # Copies at once, each with its own prompts, with evenly spread offsets.
+    # Simultaneous copies of the trace, at evenly spread offsets. Each has its own prompts.
     copies: int = 1
-    # None: once.
+    # None plays the trace once.
     seconds: float | None = None
-    # Factors on the density, for equal parts of that time.
+    # Factors on the density, each for an equal part of that time.
     loads: tuple[float, ...] = (1.0,)
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a JSONL file, ordered by time."""
+    """Returns the requests of a JSONL file, ordered by time."""
     with path.open(encoding="utf-8") as lines:
         requests = [_parse(line) for line in lines if line.strip()]
     return sorted(requests, key=lambda request: request.seconds)
@@ -62,7 +60,8 @@ def _parse(line: str) -> TraceRequest:
 
 
 def common_blocks(trace: Sequence[TraceRequest]) -> int:
-    """How many blocks all requests share. The smallest and the largest differ first."""
+    """Counts the leading blocks that all requests share."""
+    # In sorted order, the first and the last share the least.
     first = min(request.blocks for request in trace)
     last = max(request.blocks for request in trace)
     pairs = enumerate(zip(first, last, strict=False))
@@ -70,12 +69,12 @@ def common_blocks(trace: Sequence[TraceRequest]) -> int:
 
 
 def arrivals(trace: Sequence[TraceRequest], traffic: Traffic) -> Iterator[TraceRequest]:
-    """Ordered by time."""
+    """Yields the traffic's requests, ordered by time."""
     length = _length(trace)
     seconds = traffic.seconds or length
     part = seconds / len(traffic.loads)
     streams = [
-        _endless(trace, length * copy / traffic.copies, range(copy, MANY, traffic.copies))
+        _endless(trace, length * copy / traffic.copies, range(copy, _UNLIMITED, traffic.copies))
         for copy in range(traffic.copies)
     ]
     played, began = 0.0, 0.0  # trace time, and our time, at the start of a part
@@ -90,7 +89,7 @@ def arrivals(trace: Sequence[TraceRequest], traffic: Traffic) -> Iterator[TraceR
 
 
 def _length(trace: Sequence[TraceRequest]) -> float:
-    """Seconds of the trace, with the gap before it starts again."""
+    """Returns the trace's seconds, with a mean gap before it repeats."""
     if len(trace) < 2:
         return 1.0
     span = trace[-1].seconds - trace[0].seconds
@@ -100,8 +99,8 @@ def _length(trace: Sequence[TraceRequest]) -> float:
 def _endless(
     trace: Sequence[TraceRequest], offset: float, numbers: Iterable[int]
 ) -> Iterator[TraceRequest]:
-    """The trace from `offset` on, repeated without end, each time with its own prompts: the common
-    blocks stay, others are shifted."""
+    """Repeats the trace from `offset` on without end. Each repetition has its own prompts: the
+    common blocks stay, the others get new ids."""
     length, began = _length(trace), trace[0].seconds
     common = {model: common_blocks(own) for model, own in by_model(trace).items()}
     stride = 1 + max((block for request in trace for block in request.blocks), default=0)

@@ -1,8 +1,8 @@
 """Keeps the traffic that the planner observes, in buckets of one round each.
 
-The request rate may change at once, so it is that of the last minute. Prompt lengths vary far more
-from one to the next, and their mix changes slowly, so it is that of the last five minutes, unless
-prompts of the last one cost clearly more.
+The request rate can change quickly, so it covers the last minute. Prompt lengths vary more from
+one to the next and their mix changes slowly, so they cover the last five minutes, unless the
+prompts of the last minute cost clearly more.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 CLEARLY = 3.0
-"""Standard deviations by which recent values must differ to count as a change. A round is short:
-two would be a false alarm several times an hour."""
+"""Standard deviations by which recent values must differ to count as a change. With two, there
+would be several false alarms an hour, since rounds are short."""
 
 ROUND_SECONDS = 10.0
 """The time between two decisions."""
@@ -32,20 +32,20 @@ class Window:
 
     seconds: float = 0.0
     requests: int = 0
-    # The end of it, which shows a change of load sooner.
+    # The end of the window, which shows a change of load sooner.
     recent_seconds: float = 0.0
     recent_requests: int = 0
-    # Variance of the number of arrivals over its mean: 1 where they are independent.
+    # Variance of the number of arrivals, divided by its mean: 1 if they are independent.
     dispersion: float = 1.0
-    # Seconds of compute for each prompt, without cached tokens: all, or a sample.
+    # Compute seconds of each prompt without cached tokens: of all prompts, or of a sample.
     compute_seconds: Sequence[float] = ()
-    # The mean answer, and the pages that a request holds on average while it decodes.
+    # Mean tokens of an answer, and mean pages of a request while it decodes.
     answer_tokens: float = 0.0
     pages: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Requests a second; the recent rate where that is clearly higher."""
+        """Requests per second; the recent rate if it is clearly higher."""
         mean = self.requests / self.seconds
         if not self.recent_seconds:
             return mean
@@ -57,10 +57,10 @@ class Window:
 @dataclass(slots=True)
 class _Round:
     requests: int = 0
-    # Of the placed requests.
+    # Of placed requests.
     compute_seconds: list[float] = field(default_factory=list)
     by_second: Counter[int] = field(default_factory=Counter)
-    # Of the answers that ended.
+    # Of ended answers.
     answers: int = 0
     tokens: int = 0
     page_tokens: float = 0.0  # pages times the tokens generated while they were held
@@ -87,7 +87,7 @@ class TrafficWindow:
         current.page_tokens += page_tokens
 
     def end_round(self) -> Window:
-        """Ends the current round, and returns the window that it completes."""
+        """Ends the current round and returns the window up to its end."""
         window = self._window()
         self._kept.append(_Round())
         return window
@@ -108,7 +108,7 @@ class TrafficWindow:
         )
 
     def _prompts(self, rounds: Sequence[_Round]) -> list[float]:
-        """Compute seconds of all kept rounds, or of these where they are clearly higher."""
+        """Returns compute seconds of `rounds` if they are clearly higher, else of all rounds."""
         kept, last = _prompts_of(self._kept), _prompts_of(rounds)
         if not last:
             return kept
