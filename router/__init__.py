@@ -1,17 +1,17 @@
 """The router: takes requests at its edges, runs them on workers, streams answers. No torch.
 
-The rooms, in the order in which a request passes them:
+The packages, in the order in which a request passes them:
 
     edges      gRPC and HTTP: authenticate, parse, write answers at the client's pace
     requests   serve one request: wait queue, attempts, retries
     prompts    chat template, tokenizer, output grammar
-    response_cache  answers that were given before
+    response_cache  answers to earlier requests
     placement  choose workers: snapshot, policy, scorer, cost model
     workers    a link per worker, membership, health, the controller
     answers    tokens to text: detokenizer, stop strings, reasoning, tool calls
     observe    ledger, metrics, trends, diagnosis
 
-served_models.py has each model's part of them, and finds it by name.
+served_models.py holds these parts for each model, and finds a model by name.
 
 The files that a gRPC request passes, in order:
 

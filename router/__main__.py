@@ -17,7 +17,7 @@ from baton.router.server import RouterServer
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="router", description=__doc__)
-    parser.add_argument("--config", type=Path, help="a YAML file; the defaults when not given")
+    parser.add_argument("--config", type=Path, help="a YAML file; without one, all defaults apply")
     parser.add_argument("--controller", default="", help="host:port of a controller to follow")
     arguments = parser.parse_args()
     try:

@@ -1,9 +1,9 @@
 """Follows the controller's list of models: loads, serves and closes them.
 
-    named ─loaded─▶ served ─no longer named─▶ leaving: its requests run on ─idle─▶ closed
+    named ─loaded─▶ served ─no longer named─▶ leaving: its requests continue ─idle─▶ closed
 
-A model whose keys have changed leaves and is loaded again. One that is added through this router is
-loaded first, then the controller is asked to name it.
+A model whose keys have changed leaves and is loaded again. A model that is added through this
+router is loaded first; then the controller is asked to name it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class FollowedModels:
         self._leaving: list[ServedModel] = []
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._adding: set[str] = set()
-        self._added: dict[str, ServedModel] = {}  # loaded, until the controller names them
+        self._added: dict[str, ServedModel] = {}  # loaded here, not yet named by the controller
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def all(self) -> list[ServedModel]:
-        """The served models, and those that leave."""
+        """The served and the leaving models."""
         return [*self._models, *self._leaving]
 
     async def load(self, config: Config, keys: str = "") -> ServedModel:
@@ -60,21 +60,21 @@ class FollowedModels:
         return model
 
     async def begin(self, models: Iterable[pb.NamedModel]) -> None:
-        """Serves what can be loaded now, and the rest as soon as it can be."""
+        """Serves the models that can be loaded now, and retries the others."""
         for named in models:
-            if not await self._loaded(named):
+            if not await self._try_load(named):
                 self._loading[named.name] = asyncio.create_task(self._load_until_served(named))
 
     async def ask_to_add(self, named: pb.NamedModel) -> None:
-        """Loads a model, then asks the controller to name it, with its locations resolved: all
-        processes load the same. Raises InvalidRequest with why it cannot be served."""
+        """Loads a model, then asks the controller to name it, with resolved locations so that all
+        processes load the same. Raises InvalidRequest if it cannot be served."""
         self._models.check_free(named.name)
         if named.name in self._adding:
             raise InvalidRequest(f"a model {named.name!r} is being added", field="name")
         self._adding.add(named.name)
         try:
             await self._ask_to_add(named)
-        except InvalidConfig as error:  # the caller's, here
+        except InvalidConfig as error:  # here the caller's mistake, not the operator's
             raise InvalidRequest(error.message, field=error.field) from error
         finally:
             self._adding.discard(named.name)
@@ -95,7 +95,7 @@ class FollowedModels:
             raise
 
     async def _discard_added(self, name: str) -> None:
-        """One that the controller has not named, or no longer names."""
+        """Closes a model that was loaded here and that the controller does not name."""
         if model := self._added.pop(name, None):
             await model.close()
             self._shared.metrics.forget(name)
@@ -112,7 +112,7 @@ class FollowedModels:
         return await self.load(config, named.keys)
 
     def apply(self, members: pb.Members) -> None:
-        """The controller's membership has changed."""
+        """Follows a change of the controller's membership."""
         self._members = members
         wanted = {named.name: named for named in members.models}
         for model in self._models if wanted else ():
@@ -127,13 +127,13 @@ class FollowedModels:
             apply_members(members, model)
 
     def add(self, model: ServedModel) -> None:
-        """Serves it from now on, on the workers that are known."""
+        """Serves a model from now on, on its known workers."""
         self._models.add(model)
         apply_members(self._members, model)
         self._on_change()
 
     def remove(self, name: str) -> None:
-        """Ends the name; its requests run on."""
+        """Stops serving a name. Its running requests continue."""
         if model := self._models.remove(name):
             self._leaving.append(model)
             task = asyncio.create_task(self._close_when_idle(model))
@@ -147,17 +147,17 @@ class FollowedModels:
             await model.close()
 
     async def _load_until_served(self, named: pb.NamedModel) -> None:
-        """Tries again after an error: a folder may not be there yet."""
+        """Loads a model, with retries: its folder may not exist yet."""
         while True:
-            if await self._loaded(named):
+            if await self._try_load(named):
                 del self._loading[named.name]
                 return
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _loaded(self, named: pb.NamedModel) -> bool:
+    async def _try_load(self, named: pb.NamedModel) -> bool:
         try:
             model = await self._load_named(named)
-        except Exception:  # whatever it is, the other models are served
+        except Exception:  # no error may affect the other models
             log.exception("cannot load the model %s", named.name)
             return False
         try:
@@ -177,7 +177,7 @@ class FollowedModels:
 
 
 def parse_keys(keys: str) -> dict[str, object]:
-    """Parses a model's keys, which messages carry as JSON."""
+    """Parses a model's configuration keys, which messages carry as JSON."""
     try:
         tree = json.loads(keys)
     except ValueError:

@@ -4,7 +4,7 @@
     an adapter's name ───┼─find─▶ ServedModel ─▶ Serving, Membership
     the encoder's name ──┘
 
-Every edge finds models here. A removed name is unknown at once; its requests run on.
+Every edge finds models here. A removed name is unknown at once; its running requests continue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """What the models of a router share."""
+    """What all models of a router share."""
 
     router_id: str
     activity: Activity
@@ -53,13 +53,13 @@ class ServedModel:
     serving: Serving
     membership: Membership
     defaults: GenerationDefaults = NO_DEFAULTS
-    keys: str = ""  # of the configuration, as the controller named them
+    keys: str = ""  # its configuration keys as JSON, from the controller
     created: int = field(default_factory=lambda: int(time.time()))
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @classmethod
     async def load(cls, config: Config, shared: SharedParts, keys: str = "") -> ServedModel:
-        """Attaches to no worker yet."""
+        """Loads a model, without attaching to workers."""
         name, router = model_store.model_name(config), config.router
         folder = await asyncio.to_thread(model_store.locate, config.model, weights=False)
         text = await asyncio.to_thread(Text.load, folder, router.tool_format, router.reasoning)
@@ -93,11 +93,11 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """The model's own name, and those of its adapters."""
+        """The names of the model and of its adapters."""
         return [self.name, *self.serving.adapters.served]
 
     def addressed(self, request: Request, name: str) -> Request:
-        """The request to what the name stands for here."""
+        """Returns the request, addressed to the model, adapter or embedding model of that name."""
         embedding = self.embedding_model
         if embedding and name == embedding.name:
             return embedding.addressed(request)
@@ -120,18 +120,18 @@ class ServedModels:
 
     @property
     def only(self) -> ServedModel | None:
-        """None where there are several, or none."""
+        """The only model; None if there are several or none."""
         return next(iter(self)) if len(self._served) == 1 else None
 
     def add(self, model: ServedModel) -> None:
-        """Serves it from now on. Its names must be free."""
+        """Serves a model from now on. Raises InvalidRequest if one of its names is taken."""
         for name in model.names:
             self.check_free(name)
         self._served[model.name] = model
 
     def check_free(self, name: str, *, but: ServedModel | None = None) -> None:
-        """Raises where another model than `but`, one of its adapters or the embedding model has
-        the name."""
+        """Raises InvalidRequest if a model, an adapter or the embedding model has the name.
+        Adapters of `but` may have it."""
         for model in self:
             embedding = model.embedding_model
             if name == model.name or (embedding and name == embedding.name):
@@ -143,14 +143,14 @@ class ServedModels:
         return self._served.pop(name, None)
 
     def names(self, *, encoder: bool = True) -> list[str]:
-        """All names that a request may give as its model."""
+        """Lists the names that a request may give as its model."""
         names = [name for model in self for name in model.names]
         embedding = next((each.embedding_model for each in self), None) if encoder else None
         return [*names, *([embedding.name] if embedding else ())]
 
     def named(self, name: str, shown: Callable[[str], bool] = lambda _: True) -> ServedModel:
-        """The model of that name; the only one where the name is empty. The errors list those that
-        may be shown."""
+        """Returns the model of that name; an empty name selects the only one. Errors list the
+        names for which `shown` is true."""
         if not name and self.only:
             return self.only
         if model := self._served.get(name):
@@ -160,7 +160,8 @@ class ServedModels:
     def find(
         self, name: str, shown: Callable[[str], bool] = lambda _: True, *, encoder: bool = True
     ) -> ServedModel:
-        """As `named`, also by the name of an adapter or, with `encoder`, the embedding model."""
+        """Like `named`, but also finds a model by the name of an adapter or, with `encoder`, of
+        the embedding model."""
         for model in self:
             embedding = model.embedding_model if encoder else None
             if name in model.serving.adapters.served or (embedding and name == embedding.name):
@@ -170,14 +171,14 @@ class ServedModels:
         raise self._unknown(name, self.names(encoder=encoder), shown)
 
     def of_adapter(self, name: str) -> ServedModel:
-        """The model that an adapter belongs to."""
+        """Returns the model of an adapter."""
         for model in self:
             if name in model.serving.adapters.served:
                 return model
         raise UnknownModel(f"there is no adapter {name!r} here", field="lora_name")
 
     def worker(self, worker_id: str) -> tuple[ServedModel, WorkerLink]:
-        """An attached worker and its model; raises where there is none."""
+        """Returns an attached worker and its model. Raises InvalidRequest if there is none."""
         for model in self:
             if link := model.membership.find(worker_id):
                 return model, link

@@ -1,7 +1,7 @@
 """A whole router in one process.
 
 start()        loads the tokenizer, attaches to the workers, serves
-serve_until()  waits for the stop signal, finishes requests within drain_seconds, then ends calls
+serve_until()  waits for the stop signal, finishes requests within drain_seconds, then closes calls
                and links
 """
 
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 2.0
-"""For clients to receive the end of complete answers."""
+"""Time for clients to receive the end of complete answers."""
 
 CHECK_SECONDS = 1.0
-"""Between two checks of which models must be ready."""
+"""Interval at which `wait_ready` looks for models that were removed."""
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -77,11 +77,11 @@ class RouterServer:
         self._batches: asyncio.Task[None] | None = None
 
     async def start(self, controller: str = "") -> None:
-        """Serves on the configured port. The controller at that address provides the members, or
-        the configuration."""
+        """Serves on the configured port. The members come from the controller at that address, or
+        without one from the configuration."""
         check_router(self._config)
         self._keys = KeyRing(self._config.router.keys)
-        shared = await self._share()
+        shared = await self._make_shared_parts()
         self._responses = shared.responses
         client = ControllerClient(controller, node_identity(self._config))
         self._followed = FollowedModels(
@@ -97,8 +97,7 @@ class RouterServer:
             self._start(client.follow(self._followed.apply))
             self._start(client.report(self._router_id, lambda: self._followed.all))
 
-    async def _share(self) -> SharedParts:
-        """What the models share."""
+    async def _make_shared_parts(self) -> SharedParts:
         config, digest = self._config, b""
         folder = config.embedding_model
         encoder = await asyncio.to_thread(EmbeddingModel.load, folder) if folder else None
@@ -114,7 +113,7 @@ class RouterServer:
         return SharedParts(self._router_id, activity, self._metrics, responses, encoder)
 
     async def _load_models(self, controller: ControllerClient) -> None:
-        """Loads the controller's models; the configuration's where it does not answer."""
+        """Loads the controller's models, or the configuration's if it does not answer."""
         named = await controller.models()
         others = {each.name: each for each in named or ()}
         for config in served_configs(self._config):
@@ -125,26 +124,26 @@ class RouterServer:
         await self._followed.begin(others.values())
 
     async def _load(self, config: Config, keys: str) -> None:
-        """A model of the configuration. An error ends the start, for which a command waits."""
+        """Loads a model of the configuration. An error ends the start."""
         model = await self._followed.load(config, keys)
         self._followed.add(model)
         model.membership.set_addresses(config.members.workers)
 
     async def wait_ready(self) -> None:
-        """Returns when of each model some prefill worker can push to some decode worker."""
+        """Returns once every model has a prefill worker that can push to a decode worker."""
         while waits := [each for each in self.models if not each.membership.pairs.any_usable]:
             membership = waits[0].membership
-            # No longer than this: the model may be removed.
+            # Bounded, since the model may be removed meanwhile.
             await membership.wait_until(lambda: membership.pairs.any_usable, CHECK_SECONDS)  # noqa: B023
 
     async def serve_until(self, stopping: StopSignal) -> None:
-        """Serves until the stop signal, then finishes requests within drain_seconds, and cancels
-        what is left on the workers."""
+        """Serves until the stop signal, finishes requests within drain_seconds, then cancels the
+        others on the workers."""
         await stopping.requested.wait()
         self._activity.draining = True
         self._report_health()
         if self._batches:
-            # They are continued by the next router.
+            # The next router continues them.
             await cancel_all(self._batches)
         await stopping.wait_at_most(self._config.drain_seconds, self._activity.idle)
         for task in self._tasks:
@@ -197,7 +196,7 @@ class RouterServer:
         await self._server.start()
 
     def _serve_http(self) -> HttpServer | None:
-        """None when a library for HTTP is not installed."""
+        """Returns None if a library for HTTP is not installed."""
         self.http_address = ""
         try:
             from baton.router.edges.http.batches.batch_runner import BatchRunner
@@ -236,14 +235,15 @@ class RouterServer:
         self.metrics_address = f"{host}:{self._metrics_server.server_port}"
 
     def _report_health(self) -> None:
-        """The process is live without workers; it is ready when it can place requests."""
+        """Reports the process as live even without workers, and as ready while it can place
+        requests."""
         status = health_pb2.HealthCheckResponse
         ready = self._edges.can_place and not self._activity.draining
         self._start(self._health.set("", status.SERVING))
         self._start(self._health.set(INFERENCE, status.SERVING if ready else status.NOT_SERVING))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Runs in the background. The event loop holds only a weak reference to a task."""
+        """Runs a task in the background. The event loop itself keeps only weak references."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,7 @@
 """The names of the LoRA adapters that are served, and the requests that run under each.
 
-A name becomes a digest here, once, when it is added: workers see digests alone. A removed name is
-unknown at once; its requests run on, with what they began with.
+A name is resolved to a digest once, when it is added: workers see only digests. A removed name is
+unknown at once; its running requests keep the adapter that they began with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from baton.core.types import Adapter, Request
 
 class AdapterNames:
     def __init__(self, model: str = "", allowed: Iterable[str] = ()) -> None:
-        """Adapters of the base `model` from `allowed` locations alone (core/adapter_store.py)."""
+        """Serves adapters of the base `model`, only from `allowed` locations
+        (core/adapter_store.py)."""
         self._model = model
         self._allowed = tuple(allowed)
         self.served: dict[str, Adapter] = {}
@@ -27,7 +28,7 @@ class AdapterNames:
         self._ended = asyncio.Event()  # replaced when set
 
     async def find(self, name: str, location: str) -> Adapter:
-        """The adapter in a folder or repository; raises why it cannot be served under this
+        """Finds the adapter in a folder or repository. Raises if it cannot be served under this
         name."""
         if not is_name(name):
             raise InvalidRequest(f"an adapter's name has {NAME_RULE}", field="lora_name")
@@ -37,14 +38,14 @@ class AdapterNames:
         return await asyncio.to_thread(find_adapter, location)
 
     def serve(self, name: str, adapter: Adapter | None) -> None:
-        """Serves an adapter under the name, or none; running requests keep theirs."""
+        """Serves an adapter under the name; None removes the name. Running requests keep theirs."""
         if adapter:
             self.served[name] = adapter
         else:
             self.served.pop(name, None)
 
     async def wait_idle(self, name: str, adapter: Adapter) -> None:
-        """Returns when the last request of the adapter under this name has ended."""
+        """Returns once the last request to the adapter under this name has ended."""
         while self._running[name, adapter]:
             await self._ended.wait()
         del self._running[name, adapter]

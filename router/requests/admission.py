@@ -1,7 +1,7 @@
-"""Admits requests to workers as there is room for them: by priority, and within one fairly.
+"""Admits requests to workers with capacity, by priority and, within one, in turns of the tenants.
 
-A worker gets a few requests beyond those that it has begun or reserved pages for; all others wait
-here, visible, counted and bounded.
+A worker gets a few requests beyond those that it has begun or reserved pages for. All others wait
+here, in a bounded and visible queue.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from baton.router.workers.membership import Membership
 FINAL = (LayoutMismatch, DeadlineExceeded)
 
 CAUTION = 0.5
-"""Share of a predicted wait that is added when a request arrives, so that few are admitted to the
-queue and refused later."""
+"""Share added to the predicted wait of an arriving request, so that few requests are queued and
+refused later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class Admission:
         self._queue = WaitQueue(config.max_queued)
         self.service = self._queue.service
         self._longest_wait = min(config.queue_timeout, config.ttft or math.inf)
-        # Suspects may have to wait for each other. They wait beside the queue, so that others do
+        # Suspects may have to wait for each other. They wait outside the queue, so that others do
         # not wait for them, and are tried first.
         self._suspects: set[Place] = set()
         self._orders = itertools.count()
         self._waiters: dict[Place, asyncio.Event] = {}
         self._displaced: set[Place] = set()
-        # Since when no request can be placed; None while one can.
+        # The time since which no request can be placed; None while requests can be placed.
         self._missing_since: float | None = None
         membership.listen(self._membership_changed)
 
@@ -88,7 +88,7 @@ class Admission:
 
     @property
     def retry_after(self) -> float:
-        """Seconds after which a request that is refused now may be admitted."""
+        """Seconds after which a request refused now may be admitted."""
         return self._queue.retry_after
 
     def arrive(self, priority: int = 0, tenant: str = "") -> Place:
@@ -106,7 +106,8 @@ class Admission:
             )
 
     def make_room(self, priority: int, tenant: str) -> bool:
-        """Refuses a waiting request in favour of one that arrives, if there is one to give way."""
+        """Refuses a waiting request in favour of an arriving one. Returns False if none gives
+        way."""
         return self._refuse(self._queue.displace(self.arrive(priority, tenant)))
 
     def _refuse(self, displaced: Place | None) -> bool:
@@ -117,23 +118,23 @@ class Admission:
         return True
 
     async def wait_ready(self) -> None:
-        """Returns when there are workers to place requests on; raises why there are none."""
+        """Returns once requests can be placed. Raises the obstacle after `placement_timeout`."""
         if self._placer.obstacle:
             await self._membership.wait_until(self._is_final, self._config.placement_timeout)
         if obstacle := self._placer.obstacle:
             raise obstacle
 
     def _is_final(self) -> bool:
-        """Whether waiting will not change whether requests can be placed."""
+        """True if requests can be placed, or if waiting cannot help."""
         obstacle = self._placer.obstacle
         return obstacle is None or isinstance(obstacle, LayoutMismatch)
 
     async def assign(
         self, place: Place, state: RetryState, deadline: float = math.inf
     ) -> Assignment:
-        """Waits for workers with room. The caller counts the request on them at once. A request
-        that is predicted to wait too long, or to miss its deadline, is refused at once, unless it
-        is a retry."""
+        """Waits for workers with capacity. The caller must count the request on them at once.
+        Unless it is a retry, a request is refused at once if it is predicted to wait too long or
+        to miss its deadline."""
         began = time.monotonic()
         deadline = math.inf if state.is_retry else deadline
         wait = caution = 0.0
@@ -170,11 +171,11 @@ class Admission:
             self._suspects.discard(place)
             self._displaced.discard(place)
             del self._waiters[place]
-            # Later, when the caller has been counted on its workers.
+            # Deferred until the caller has counted the request on its workers.
             asyncio.get_running_loop().call_soon(self.wake)
 
     def _expected_wait(self, place: Place, now: float) -> float:
-        """Raises Exhausted where it is, with caution, longer than a request may wait."""
+        """Predicts the wait. Raises Exhausted if, with CAUTION, it exceeds the limit."""
         seconds = self._queue.expected_wait(place, now)
         if (1.0 + CAUTION) * seconds > self._longest_wait:
             raise Exhausted(
@@ -185,8 +186,8 @@ class Admission:
         return seconds
 
     def _check_first_token(self, work: Work, wait: float) -> None:
-        """Raises Exhausted where requests before this one would keep its first token beyond the
-        objective. A prompt that takes more than half of that itself may wait for half of it."""
+        """Raises Exhausted if requests ahead of this one would make its first token miss the TTFT
+        objective. A prompt whose own compute takes more than half of it may still wait half."""
         if not self._config.ttft:
             return
         first = self._placer.first_token(work)
@@ -199,7 +200,7 @@ class Admission:
             )
 
     def wake(self) -> None:
-        """Something changed: suspects try again, then the head of the queue."""
+        """Lets suspects, then the head of the queue, try again after a change."""
         for place in (*sorted(self._suspects), self._queue.head):
             if place is not None:
                 self._waiters[place].set()
@@ -207,7 +208,7 @@ class Admission:
     def _find(
         self, place: Place, state: RetryState, seconds_left: float, wait: float, caution: float
     ) -> Assignment | BatonError:
-        """`wait` is how long the request is predicted to wait in the queue."""
+        """Returns workers, or why there are none. `wait` is the predicted wait in the queue."""
         found = self._placer.choose(state.work, state.suspicion, seconds_left, wait, caution)
         if not isinstance(found, BatonError):
             if place in self._suspects or place == self._queue.head:
@@ -225,8 +226,8 @@ class Admission:
         self.wake()
 
     def _give_up_at(self, obstacle: BatonError, began: float) -> float:
-        """When a request that has waited since `began` gives up. Workers lost while it waits have
-        as long to come back as if it had just arrived."""
+        """Returns when a request that has waited since `began` gives up. Workers that are lost
+        meanwhile have the whole `placement_timeout` to come back."""
         latest = began + self._config.queue_timeout
         if not isinstance(obstacle, Unavailable):
             return latest
@@ -235,7 +236,7 @@ class Admission:
 
 
 async def _wait(event: asyncio.Event, until: float) -> None:
-    """Returns when the event is set again, or at `until`."""
+    """Clears the event, and returns when it is set or at `until`."""
     event.clear()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(until - time.monotonic()):

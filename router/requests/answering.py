@@ -1,8 +1,8 @@
-"""Answers a request that has become tokens: from the response cache, or by the workers.
+"""Answers a tokenized request, from the response cache or by the workers.
 
 Tokens are pushed: what a worker's message adds to an answer is emitted to the edge before the next
-answer's turn. The `n` answers to a request share its prompt's tokens; each is dispatched and
-retried by itself, with a seed of its own, and the first error ends them all.
+answer's messages are handled. The `n` answers to a request share its prompt's tokens; each is
+dispatched and retried by itself, with its own seed, and the first error ends them all.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ INLINE_TOKENS = 4096
 Result = TypeVar("Result")
 
 _Computed = tuple[FinishReason, CachedAnswer | None]
-"""Why an answer ended, and what it is made of where that is recorded."""
+"""Why an answer ended, and its recording for the response cache, if any."""
 
 
 class AnswerTask:
-    """A request that is ready to be answered, and the work of each of its answers."""
+    """A tokenized request, and the work of each of its answers."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class AnswerTask:
         *,
         thinking: bool,
     ) -> None:
-        """`first` is the number of its first answer among those of its call."""
+        """`first` is the index of its first answer among those of its call."""
         self.request = request
         self.work = work
         self.works = [_work_of(work, index) for index in range(len(entries))]
@@ -126,8 +126,8 @@ class Answering:
         return await found_or_computed(looking, compute, emit, cache.head_start, search)
 
     async def _keys(self, task: AnswerTask) -> tuple[ResponseKey | None, Inquiry | None]:
-        """Under which the response is looked up, None for what is not cached; in a thread where the
-        prompt is long."""
+        """Returns the response's key and the semantic cache's inquiry; None for what is not
+        cached. Long prompts are hashed in a thread."""
         if task.request.resumed:
             return None, None
         if len(task.work.prompt_tokens) > INLINE_TOKENS:
@@ -144,7 +144,7 @@ class Answering:
         return key, semantic.inquiry(task.request, task.work, model, key, embed, are_same)
 
     def _computed(self, task: AnswerTask, answer: CachedAnswer) -> Computed:
-        """For the semantic cache's shadow."""
+        """Describes a computed answer for the semantic cache in shadow mode."""
         entry = task.entries[0]
 
         async def compare(one: Sequence[int], other: Sequence[int]) -> float:
@@ -205,7 +205,7 @@ class Answering:
             emit,
             thinking=task.thinking,
             ledger=task.entries[index],
-            # Replayed tokens are in no metric: they would hide how long computing takes.
+            # Replayed tokens are in no metric: they would distort computing times.
             times=TokenTimes() if cached else self.metrics.tokens,
             on_first_token=(lambda ledger: None) if cached else self._on_first_token(task.work),
             cached=cached,
@@ -222,7 +222,7 @@ class Answering:
         return note
 
     def _note_answer(self, work: Work, ledger: AnswerLedger) -> None:
-        """Only complete answers count, and toward latencies those that do not pause."""
+        """Counts a complete answer. Background ones, which may pause, are in no latency metric."""
         if not work.background:
             self.metrics.e2e.observe(ledger.last - ledger.arrived)
             if ledger.tokens > 1:
@@ -232,7 +232,7 @@ class Answering:
 
 
 def _started_once(emit: Emit) -> Emit:
-    """Emits Started for the first answer that is placed, and for no other."""
+    """Drops all but the first Started: several answers share it."""
     started = False
 
     def emit_once(event: AnswerEvent) -> None:
@@ -245,14 +245,14 @@ def _started_once(emit: Emit) -> Emit:
 
 
 def _work_of(work: Work, index: int) -> Work:
-    """The work of one answer, with a key and a seed of its own."""
+    """Returns the work of one answer, with its own key and seed."""
     key = AttemptKey(f"{work.key.request_id}#{index}", work.key.epoch)
     return dataclasses.replace(work, key=key, sampling=work.sampling.for_answer(index))
 
 
 async def gather_all(works: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
-    """The results in order. An error of one, or cancelling this, cancels all of them and waits for
-    their ends."""
+    """Returns the results in order. The first error, or cancelling this, cancels all and waits
+    for their ends."""
     if len(works) == 1:
         return [await works[0]]
     tasks = [asyncio.ensure_future(work) for work in works]

@@ -1,10 +1,10 @@
-"""Runs one answer on the workers: attempts, until one of them reaches the end.
+"""Runs one answer on the workers: makes attempts until one completes.
 
 place ─▶ attempt (router/requests/attempt.py) ─▶ last token
   ▲         │
   └─────────┘ a worker was lost, drained or out of pages: retry after the last emitted token
 
-Attempts decide, without I/O; the dispatcher carries out. It also runs the canary.
+Attempts decide, without I/O; the dispatcher carries their decisions out. It also runs canaries.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Dispatcher:
     rounds: Rounds = field(default_factory=Rounds)
 
     async def run(self, work: Work, request: Request, answer: Answer) -> None:
-        """Reports each attempt's placement and pushes its tokens until the answer is complete.
+        """Runs attempts and pushes their placements and tokens to `answer` until it is complete.
         Cancelling this cancels the request."""
         config = self.config
         state = RetryState(
@@ -97,10 +97,10 @@ class Dispatcher:
             answer.ledger.lose()
 
     async def run_canary(self, seconds: float) -> None:
-        """Sends every idle worker a small probe request at intervals of `seconds`, until cancelled.
+        """Sends every idle worker a small probe request every `seconds`, until cancelled.
 
-        A worker that answers pings may still be unable to compute: a hung device, a damaged model.
-        One that fails its canary gets no requests until it passes one.
+        A worker that answers pings may still be unable to compute, with a hung device or a damaged
+        model. A worker that fails its canary gets no requests until it passes one.
         """
         while True:
             await asyncio.sleep(seconds)
@@ -116,7 +116,7 @@ class Dispatcher:
             link.note_canary(f"its canary failed: {problem}" if problem else "")
 
     async def try_adapter(self, adapter: Adapter) -> None:
-        """Loads an adapter on every worker; raises why one cannot."""
+        """Loads an adapter on every worker. Raises InvalidAdapter if one cannot."""
         links = [link for link in self.membership.links if link.takes_requests]
         if not links:
             raise Unavailable("no workers are ready")
@@ -127,7 +127,7 @@ class Dispatcher:
 
     async def _try_worker(self, link: WorkerLink, adapter: Adapter | None = None) -> str:
         """Generates one token on the worker, after token 0, which every vocabulary has. Returns
-        what went wrong, or an empty string."""
+        the error, or ""."""
         key = AttemptKey(f"canary-{uuid.uuid4().hex}", 1)
         work = Work(key, [0], Sampling(), 1, frozenset(), adapter=adapter)
         if link.role is Role.PREFILL:
@@ -148,7 +148,7 @@ class Dispatcher:
             running.release()
 
     async def _confirmed(self, running: RunningAttempt, ended: AttemptEnded) -> AttemptEnded:
-        """Waits, where a worker reported another as lost, for that one's own stream to end."""
+        """If a worker reported another as lost, waits for the other's own stream to end."""
         if not ended.unconfirmed:
             return ended
         await self.membership.wait_until(lambda: running.loss is not None, CONFIRM_SECONDS)
@@ -179,8 +179,8 @@ class RunningAttempt:
         self._inbox = Inbox(dispatcher.rounds, self._handle, self._more_time)
         self._feedback = Feedback(work, assignment, dispatcher.placer, dispatcher.metrics, ledger)
         self._config = dispatcher.config
-        # When a worker may get another request in place of this one.
-        self._on_room = dispatcher.admission.wake
+        # Called once a worker has capacity for another request.
+        self._on_capacity = dispatcher.admission.wake
         self._service = dispatcher.admission.service
         self._begun_at: float | None = None
         self._assignment = assignment
@@ -190,8 +190,8 @@ class RunningAttempt:
         self._prompt: QueuedPrompt | None = None  # until it is prefilled
         self._unanswered = False
         self._encoded = work.pooling is Pooling.ENCODER
-        self._live: list[WorkerLink] = []  # on which it keeps background requests from running
-        # The index of this process of the worker: a new process gets a new one.
+        self._live: list[WorkerLink] = []  # workers on which it is counted as a live request
+        # Kept here, since a link gets a new index with the worker's next process.
         self._cache = assignment.prefiller.cache
         self._agents = [link.agent for link in assignment.links]
         workers = assignment.prefill, assignment.decode, assignment.holder
@@ -213,7 +213,7 @@ class RunningAttempt:
             link.assigned.count_suspect(self._suspicion, +1)
             link.assigned.count_adapter(work.adapter_digest, +1)
         cached = forecast.cached_tokens if forecast else 0
-        # Nothing waits for a background prompt.
+        # Other prompts do not wait for a background prompt.
         tokens = (0, 0) if work.background else (len(work.prompt_tokens), cached)
         self._prompt = self._assignment.prefiller.prompts.add(*tokens)
         self._unanswered = True
@@ -225,8 +225,8 @@ class RunningAttempt:
         self._send(self._attempt.start())
 
     async def drain(self, push: Callable[[Tokens], bool]) -> AttemptEnded | None:
-        """Calls `push` with tokens as they come, until it returns False. Returns how the attempt
-        ended where it ended before."""
+        """Calls `push` with tokens as they come, until it returns False. If the attempt ends
+        earlier, returns how."""
         self._push = push
         if not await self._inbox.drain(self._timeout):
             return self._attempt.time_out(self._timeout)
@@ -234,12 +234,12 @@ class RunningAttempt:
 
     @property
     def _timeout(self) -> float:
-        """Before its first decode step, the request may just be queued."""
+        """Longer before the first decode step: the request may be queued."""
         config = self._config
         return config.stall_timeout if self._attempt.decoding else config.first_token_timeout
 
     def _more_time(self) -> float:
-        """A background request may have paused."""
+        """Returns the seconds by which a pause extends a background request's timeout."""
         if not self._attempt.work.background:
             return 0.0
         paused_at = max(link.paused_at for link in self._assignment.links)
@@ -248,12 +248,12 @@ class RunningAttempt:
     def _handle(self, events: list[AttemptEvent]) -> float:
         tokens = self._tokens(events)
         if tokens is not None and not self._push(tokens):
-            self._ended = None  # whatever came after the last wanted token
+            self._ended = None  # an end after the last wanted token does not matter
             return 0.0
         return 0.0 if self._ended else self._timeout
 
     def _tokens(self, events: list[AttemptEvent]) -> Tokens | None:
-        """Carries out what the events lead to, up to the attempt's end."""
+        """Carries out the attempt's actions up to its end, and returns the new tokens."""
         tokens: list[Tokens] = []
         for event in events:
             if isinstance(event, pb.StepTokens):
@@ -272,13 +272,13 @@ class RunningAttempt:
         if self._unanswered or self._prompt is not None:
             attempt = self._attempt
             if self._unanswered and not attempt.queued:
-                self._begin()
+                self._note_begin()
             self._free_capacity(prefilled=attempt.prefilled, answered=not attempt.queued)
         return merged(tokens) if tokens else None
 
-    def _begin(self) -> None:
-        """A worker has begun it or reserved its pages. A canary, which has no forecast, says
-        nothing about how long requests take, nor does a background request, which may pause."""
+    def _note_begin(self) -> None:
+        """Starts measuring once a worker has begun the request or reserved its pages. Canaries,
+        which have no forecast, and background requests, which may pause, are not measured."""
         if self._attempt.placement.forecast and not self._attempt.work.background:
             self._begun_at = time.monotonic()
             self._service.begin()
@@ -295,7 +295,7 @@ class RunningAttempt:
         if self._begun_at is not None:
             self._service.end(time.monotonic() - self._begun_at)
         self._end_live(len(self._live))
-        self._on_room()
+        self._on_capacity()
 
     def _send(self, sends: list[Send]) -> None:
         for send in sends:
@@ -305,7 +305,7 @@ class RunningAttempt:
             link.send(send.message)
 
     def _free_capacity(self, *, prefilled: bool, answered: bool) -> None:
-        """The workers have computed the prompt, or answered: they have room for another."""
+        """Frees the capacity of a computed prompt, and of a request that was answered."""
         if prefilled and self._prompt is not None:
             self._assignment.prefiller.prompts.remove(self._prompt)
             self._prompt = None
@@ -313,10 +313,10 @@ class RunningAttempt:
         if answered and self._unanswered:
             self._unanswered = False
             self._assignment.responder.assigned.count_unanswered(-1, encoded=self._encoded)
-            self._on_room()
+            self._on_capacity()
 
     def _end_live(self, count: int) -> None:
-        """On the first `count` of its workers, prefill before decode."""
+        """Stops counting the request as live on its first `count` workers, prefill first."""
         for link in self._live[:count]:
             link.count_live(-1)
         del self._live[:count]

@@ -1,10 +1,9 @@
 """Events of one attempt, from its links to its handler.
 
-Handlers run in rounds, one after the other: each emits its tokens, down to the client's socket
-where the client keeps up, before the next one runs. After a round, the loop is left to other work
-for a share of the time that the round took. An idle router thus emits every token at once, and a
-busy one goes on reading from its workers and merges what waits for the same client into one
-message.
+Handlers run in rounds, one after the other: each emits its tokens, down to the client's socket if
+the client keeps up, before the next one runs. After a round, the loop is free for other work for a
+share of the time that the round took. So an idle router emits every token at once, while a busy
+one keeps reading from its workers and merges what waits for the same client into one message.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ PAUSE = 0.5
 """The pause after a round, as a share of its duration."""
 
 SHORTEST_PAUSE = 0.001
-"""Seconds. Timers are no finer."""
+"""Shorter pauses are skipped: timers are no finer."""
 
 
 class Rounds:
@@ -50,7 +49,7 @@ class Rounds:
         waiting, self._waiting = self._waiting, []
         for handler in waiting:
             handler()
-        # After the tasks that the handlers woke.
+        # Runs after the tasks that the handlers woke.
         self._loop.call_soon(self._end, began)
 
     def _end(self, began: float) -> None:
@@ -70,8 +69,8 @@ class Inbox:
         handle: Callable[[list[AttemptEvent]], float],
         more_time: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`handle` returns for how many seconds to wait for more events; 0 ends the draining. If
-        none comes, `more_time` returns for how many more."""
+        """`handle` returns the seconds to wait for more events; 0 ends `drain`. If none comes in
+        time, `more_time` returns the seconds by which to extend the wait."""
         self._rounds = rounds
         self._handle = handle
         self._more_time = more_time
@@ -86,8 +85,8 @@ class Inbox:
             self._rounds.join(self._hand_over)
 
     async def drain(self, seconds: float) -> bool:
-        """Hands events over until the handler ends it. Returns False when none came in time; the
-        first must come within `seconds`. Raises what the handler raises."""
+        """Passes events to the handler until it returns 0. Returns False if none came in time; the
+        first must come within `seconds`. Raises the handler's errors."""
         self._deadline = self._loop.time() + seconds
         self._check_deadline()
         try:
@@ -113,7 +112,8 @@ class Inbox:
             self._check_deadline()
 
     def _check_deadline(self) -> None:
-        """One timer serves all waits: most end long before it fires, and then it is set again."""
+        """Ends the drain at the deadline. One timer serves all waits: when it fires before the
+        current deadline, it is set again."""
         now = self._loop.time()
         if self._deadline <= now and not self._over.done():
             self._deadline = now + self._more_time()

@@ -1,8 +1,8 @@
-"""Requests of the router's own for the semantic cache, in no ledger and no latency metric.
+"""The router's own requests for the semantic cache. They are in no ledger and no latency metric.
 
-Questions are embedded by the embedding model, on the prefill pool. The served model says whether
-two questions ask the same (response_cache/verification.py): one token, which a prefill worker
-computes alone.
+Questions are embedded by the embedding model, on the prefill pool. The served model decides whether
+two questions ask the same (response_cache/verification.py), with one token, for which a prefill
+worker is enough.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from baton.router.response_cache.similar_questions import cosine
 from baton.router.response_cache.verification import OTHER, SAME, verification_chat
 from baton.router.workers.membership import Membership
 
-MOST_CHARACTERS = 16
-"""Characters of a token, at most, about: longer answers are cut before they are tokenized."""
+MAX_TOKEN_CHARACTERS = 16
+"""About the most characters of a token: longer answers are cut before they are tokenized."""
 
 INLINE_CHARACTERS = 512
-"""Longer texts are tokenized in a thread; shorter ones take less than handing them to one."""
+"""Longer texts are tokenized in a thread; shorter ones take less time than the switch."""
 
 BIAS = 100.0
-"""The logit bias of the two words: far more than logits differ, so no other token comes."""
+"""The logit bias of yes and no: larger than any difference of logits, so no other token comes."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionRequests:
-    """Each is made for a caller's request, whose tenant, priority and deadline it has. All raise
+    """Each request takes tenant, priority and deadline from a caller's request. All methods raise
     BatonError."""
 
     embedding_model: EmbeddingModel
@@ -52,7 +52,7 @@ class QuestionRequests:
     threads: ThreadPoolExecutor
 
     async def embed(self, text: str, caller: Request) -> bytes:
-        """The vector of a text, in float32. A text that is too long for the model is not cut."""
+        """Returns a text's float32 vector. Raises PromptTooLong instead of cutting a text."""
         encode, limit = self.embedding_model.text.encode, self.embedding_model.max_tokens + 1
         if len(text) <= INLINE_CHARACTERS:
             tokens = encode(text, None, limit)
@@ -63,20 +63,20 @@ class QuestionRequests:
         return await self._vector(tokens, caller)
 
     async def compare(self, one: str, other: str, caller: Request) -> float:
-        """The similarity of two answers, as far as the embedding model takes them."""
-        first = await self._vector(await self._beginning(one), caller)
-        return cosine(first, await self._vector(await self._beginning(other), caller))
+        """Returns the similarity of two answers, each cut to what the embedding model takes."""
+        first = await self._vector(await self._cut_tokens(one), caller)
+        return cosine(first, await self._vector(await self._cut_tokens(other), caller))
 
     async def are_same(self, earlier: str, question: str, caller: Request) -> bool:
-        """Whether both ask the same, by the served model."""
+        """Asks the served model whether both questions ask the same."""
         request, work = await self._in_thread(self._verification, earlier, question, caller)
         deltas = await self._run(self.text, request, work)
         return work.sampling.logit_bias[0][0] in deltas[0].token_ids
 
-    async def _beginning(self, text: str) -> list[int]:
-        """The tokens of as much of a text as fits, and the last one, which ends a text."""
+    async def _cut_tokens(self, text: str) -> list[int]:
+        """Returns a text's tokens, as many as fit, with the end token."""
         most = self.embedding_model.max_tokens
-        cut = text[: MOST_CHARACTERS * most]
+        cut = text[: MAX_TOKEN_CHARACTERS * most]
         tokens = await self._in_thread(self.embedding_model.text.encode, cut)
         return tokens if len(tokens) <= most else [*tokens[: most - 1], tokens[-1]]
 
@@ -89,16 +89,16 @@ class QuestionRequests:
         words = yes_and_no(self.text)
         sampling = Sampling(logit_bias=tuple((word, BIAS) for word in words))
         chat = verification_chat(earlier, question)
-        # The caller's salt, so that its questions are in no pages of others.
+        # With the caller's salt, its questions are in no pages that others can use.
         request = _request(caller, chat, sampling, 1, cache_salt=caller.cache_salt)
         context = self.membership.context_length()
         prompt = self.text.prepare(request, context, self.membership.page_naming)
         if len(prompt.tokens) >= context:
-            raise PromptTooLong("two questions exceed the context", field="prompt")
+            raise PromptTooLong("the two questions exceed the context", field="prompt")
         return request, _work(request, prompt.tokens, prompt.page_keys)
 
     async def _run(self, text: Text, request: Request, work: Work) -> list[AnswerDelta]:
-        """The whole answer of the workers."""
+        """Returns the workers' whole answer."""
         deltas: list[AnswerDelta] = []
 
         def collect(event: AnswerEvent) -> None:
@@ -150,8 +150,8 @@ def _work(request: Request, tokens: list[int], page_keys: Sequence[bytes] = ()) 
 
 
 def yes_and_no(text: Text) -> tuple[int, int]:
-    """The tokens that say yes and no: the first ones of these words."""
+    """Returns the first tokens of the words for yes and no."""
     same, other = (text.encode(word, add_special_tokens=False)[0] for word in (SAME, OTHER))
     if same == other:
-        raise UnsupportedModel("the model's tokens do not tell yes from no")
+        raise UnsupportedModel("the model's words for yes and no begin with the same token")
     return same, other

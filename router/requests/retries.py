@@ -4,21 +4,22 @@
       ▲         │ end
       └─ retry ─┴─▶ failed: the request's own fault, or too many attempts
 
-What was emitted stays emitted: the next attempt prefills prompt and answer together and continues
-after them. Sampling is keyed by position and penalties know where the answer begins, so the tokens
-are those of an undisturbed run.
+What was emitted stays emitted: the next attempt prefills prompt and emitted tokens together and
+continues after them. Sampling is keyed by position and penalties know where the answer begins, so
+the tokens are those of an uninterrupted run.
 
-A request that crashes workers must fail, and those that merely were there must not:
+A request that crashes workers must fail; others that ran there must not:
 
     no charge ─a worker is lost─▶ suspect ─`max_deaths` lost─▶ alone ─crashed─▶ poison request
 
-A loss counts until a verdict acquits the attempt: the worker was killed or stopped from outside,
-or crashed in a step of others (verdicts.py). An attempt alone shares its workers with no other
-suspect and its steps with no request. If it loses a worker then, the request waits for the verdict,
-and fails if it names the request alone; without a verdict it runs alone again. Attempts that ended
-through no fault of the request do not count: those in an acquitted loss, and those that a worker
-handed back or refused since it drains or its quarantine is full. So the last attempt waits for
-verdicts too.
+A loss counts until a verdict acquits the request: the worker was killed or stopped from outside,
+or crashed in a step of other requests (verdicts.py). An attempt that runs alone shares its workers
+with no other suspect and its steps with no request. If it loses a worker, the request waits for the
+verdict, and fails if that names only this request; without a verdict it runs alone again.
+
+Attempts that ended through no fault of the request do not count: acquitted losses, and attempts
+that a worker handed back or refused because it drains or its quarantine is full. So the last
+attempt waits for verdicts too.
 
 No I/O and no clock.
 """
@@ -44,14 +45,14 @@ SHORTEST_DELAY_SECONDS = 0.02
 LONGEST_DELAY_SECONDS = 1.0
 
 UNCOUNTED = (WorkerDrained, QuarantineFull)
-"""Errors that concern the worker alone: such attempts do not count."""
+"""Errors that concern only the worker: such attempts do not count."""
 
 
 class RetryState:
     """What was emitted, what failed, and whether there is another attempt."""
 
     def __init__(self, work: Work, *, max_deaths: int, max_attempts: int) -> None:
-        """After `max_deaths` losses that nothing explains the request runs alone."""
+        """After `max_deaths` losses without acquittal, the request runs alone."""
         self.work = work  # of the next attempt; made once, since a prompt may be long
         self.placements: list[Placement] = []
         self.delay = 0.0  # seconds to wait before the next attempt
@@ -59,7 +60,7 @@ class RetryState:
         self._max_deaths = max_deaths
         self._max_attempts = max_attempts
         self._emitted: list[int] = []
-        self._reason = ""  # of the next attempt
+        self._reason = ""  # why there is a next attempt
         self._refusals = 0
         self._losses: list[Loss] = []
         self._uncounted = 0  # attempts that a worker handed back or refused
@@ -77,14 +78,14 @@ class RetryState:
 
     @property
     def awaits_verdict(self) -> bool:
-        """Whether how a worker ended decides over the request, and may become known."""
+        """True while a verdict that decides on the request may still come."""
         if self._alone:
             return self._losses[-1].is_open
         last = self._ended.retry and self._attempts >= self._max_attempts
         return last and any(loss.is_open for loss in self._losses)
 
     def begin(self, placement: Placement) -> Work:
-        """The next attempt starts there."""
+        """Begins the next attempt at a placement. Returns its work."""
         self._alone = self.suspicion is Suspicion.ALONE
         if self._reason:
             alone = f"; alone, since {self._charges} workers were lost" if self._alone else ""
@@ -94,7 +95,7 @@ class RetryState:
         return dataclasses.replace(self.work, alone=True) if self._alone else self.work
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """The first attempt continues after tokens that another router has emitted."""
+        """Makes the first attempt continue after tokens that another router has emitted."""
         self._emitted = list(token_ids)
         self.work = self._next_work()
 
@@ -102,7 +103,7 @@ class RetryState:
         self._emitted += tokens.token_ids
 
     def end(self, ended: AttemptEnded) -> None:
-        """An attempt ended; `decide` says what follows, once no verdict is awaited any more."""
+        """Notes an attempt's end. Call `decide` once no verdict is awaited."""
         self._ended = ended
         self._reason = ended.error.message
         self.delay = self._next_delay(ended.error)
@@ -113,7 +114,7 @@ class RetryState:
             self._alone = False
 
     def decide(self) -> BatonError | None:
-        """The request's error, or None when there is another attempt."""
+        """Returns the request's error, or None if there is another attempt."""
         ended = self._ended
         if not ended.retry:
             return ended.error
@@ -129,13 +130,13 @@ class RetryState:
 
     @property
     def _attempts(self) -> int:
-        """The number of attempts that count."""
+        """Number of attempts that count."""
         acquitted = len(self._losses) - self._charges
         return len(self.placements) - self._uncounted - acquitted
 
     @property
     def _charges(self) -> int:
-        """Losses of which no verdict acquits the request."""
+        """Number of losses of which no verdict acquits the request."""
         return sum(self._finding(loss) is not Finding.INNOCENT for loss in self._losses)
 
     @property

@@ -1,4 +1,4 @@
-"""Serves one request of one model from text to text: what every edge (gRPC, HTTP) calls.
+"""Serves one request to one model, from text to text. Every edge (gRPC, HTTP) calls this.
 
 Between edge and dispatcher: the prompt becomes tokens (router/prompts/text.py), the tokens of each
 answer become text (router/answers/answer.py), and times are measured (router/observe/ledger.py).
@@ -55,13 +55,13 @@ from baton.router.response_cache.cached_responses import CachedResponses
 from baton.router.workers.membership import Membership
 
 GRAMMAR_SECONDS = 5.0
-"""How long the check of a structure may take. Most take a millisecond."""
+"""Time limit for checking a structure. Most take a millisecond."""
 
 Result = TypeVar("Result")
 
 
 class ActiveRequests:
-    """Counts requests: of a model, or of a whole router."""
+    """Counts the requests of a model, or of a whole router."""
 
     def __init__(self) -> None:
         self.active = 0
@@ -77,7 +77,7 @@ class ActiveRequests:
 
 
 class Activity(ActiveRequests):
-    """What a router's models share: the limit of requests, their ledgers, the text threads."""
+    """What a router's models share: the request limit, the ledgers, the text threads."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -137,10 +137,10 @@ class Serving(ActiveRequests):
     async def generate(
         self, request: Request, ledger: RequestLedger, emit: Emit, index: int = 0
     ) -> None:
-        """Emits the answers as they are made. Cancelling this cancels the request.
+        """Emits the answers as they are generated. Cancelling this cancels the request.
 
-        `index` is the request's among those of the ledger's call, whose answers are numbered
-        consecutively.
+        `index` is the request's number among those of the ledger's call, which number their
+        answers consecutively.
         """
         self.demand.arrive(request.n)
         self._check_capacity(request)
@@ -202,7 +202,7 @@ class Serving(ActiveRequests):
         return await self._in_thread(self.text.decode, token_ids, keep_special, field)
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Runs what takes long for a long text in a thread, so that the loop stays free."""
+        """Runs work on texts in a thread, since long texts would block the loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
 
@@ -225,14 +225,15 @@ class Serving(ActiveRequests):
         return await self._answering.run(task, emit)
 
     def _prompt_rules(self, request: Request) -> tuple[Text, int, PageNaming | None]:
-        """How the request's prompt becomes tokens, fewer than how many, and their page keys."""
+        """Returns the tokenizer for the request's prompt, the length that it must stay below, and
+        the naming of its pages."""
         if request.pooling is Pooling.ENCODER and self.embedding_model:
             return self.embedding_model.text, self.embedding_model.max_tokens + 1, None
         return self.text, self._membership.context_length(), self._membership.page_naming
 
     def _work(self, request: Request, prompt: TokenizedPrompt, context: int, grammar: str) -> Work:
         room = context - len(prompt.tokens)
-        # A prompt is scored together with the token that follows it.
+        # Also without an answer, one token is needed to score a prompt.
         wanted = room if request.max_tokens is None else max(1, request.max_tokens)
         stops = request.stop_token_ids
         if grammar or not request.ignore_eos:
@@ -260,11 +261,11 @@ class Serving(ActiveRequests):
                 f"the answer has at most {work.max_tokens} tokens, not {len(request.resumed)}",
                 field="resumed_token_ids",
             )
-        # Cached pages are useless where every row of the prompt is needed.
+        # Cached pages cannot be used if every row of the prompt is needed.
         return dataclasses.replace(work, page_keys=()) if work.needs_all_rows else work
 
     async def _grammar(self, request: Request, *, thinking: bool) -> str:
-        """The grammar that answers must follow; empty where there is none."""
+        """Returns the grammar that answers must follow; "" without one."""
         answers, special_id = self.text.answers, self.text.special_id
         structures = answers.structures(request, special_id)
         if not structures:

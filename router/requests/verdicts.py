@@ -1,11 +1,11 @@
-"""Lost worker processes, and what becomes known of their ends. No I/O.
+"""Lost worker processes and the verdicts on them. No I/O.
 
-Another worker, or its next process, reads the record that it left (worker/step_record.py) and
-reports a verdict, through the controller or in its Welcome. A process that answers again was not
-dead at all.
+Another worker, or the worker's next process, reads the step record of the lost one
+(worker/step_record.py) and reports a verdict, through the controller or in its Welcome. A process
+that answers again was not dead.
 
-Only evidence convicts: a verdict that names the request alone, or an engine that hung while the
-request ran alone. A loss of which nothing is known makes a request a suspect, no more.
+Only evidence convicts: a verdict that names only this request, or an engine that hung while the
+request ran alone. A loss without a verdict only makes a request a suspect.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ log = logging.getLogger(__name__)
 
 
 class Finding(enum.Enum):
-    """What a loss says of one request that ran there."""
+    """What a loss says about one request that ran there."""
 
     INNOCENT = enum.auto()
-    # It was in the step that crashed, with others; or there when something else than a step did,
-    # such as a transport when its peer dies; or nothing is known.
+    # It shared the step that crashed; or it was there when something other than a step crashed,
+    # such as a transport whose peer died; or there is no verdict.
     SUSPECT = enum.auto()
-    CULPRIT = enum.auto()  # the step that crashed was its own
+    CULPRIT = enum.auto()  # it was alone in the step that crashed
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Loss:
-    """One loss of a worker's process, for all requests that ran there."""
+    """The loss of a worker's process, shared by all requests that ran there."""
 
     process: int  # its incarnation
     verdict: Verdict | None = None
-    hung: bool = False  # its engine hung, so its later end acquits no request
+    hung: bool = False  # the engine hung, so the process's later end acquits no request
 
     @property
     def is_open(self) -> bool:
-        """Whether a verdict may come."""
+        """True while a verdict may still come."""
         return not self.hung and self.verdict is None
 
     def finding(self, request_id: str, *, alone: bool = False) -> Finding:
-        """Any attempt counts: a worker may still have run an earlier one. `alone`: it ran alone."""
+        """Judges a request that ran there; `alone` says that it ran alone. Its epoch does not
+        matter: the worker may still have run an earlier attempt."""
         if self.hung and alone:
             return Finding.CULPRIT
         if self.verdict is None:
@@ -75,5 +76,5 @@ class Losses:
                 log.info("how a lost worker ended: %s", loss.verdict.ended)
 
     def revive(self, process: int) -> None:
-        """The process was lost, and its engine reports again."""
+        """Acquits all requests of a process that counted as lost and reports again."""
         self.judge([Verdict(incarnation=process, ended="it answers again")])

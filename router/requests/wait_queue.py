@@ -1,6 +1,6 @@
-"""The order in which requests are admitted, and how long each waits. No I/O and no clock.
+"""The order in which requests are admitted, and predictions of their waits. No I/O and no clock.
 
-A wait is predicted from how often requests are admitted, join and end.
+Waits are predicted from the rates at which requests join, are admitted and end.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 
 LEAST_FREE_SHARE = 0.01
-"""The least share of admissions left to a request by those that join later and go first."""
+"""Least assumed share of admissions that requests which join later and go first leave to others."""
 
 MANY_PACES = 1000
-"""Tenants above which idle ones are forgotten."""
+"""With more tenants than this, idle ones are forgotten."""
 
 MEMORY_SECONDS = 5.0
-"""The time in which the weight of an interval between admissions falls to a third."""
+"""Time in which the weight of an interval between admissions decays to 1/e."""
 
 SHORTEST_RATE_SECONDS = 1.0
-"""The shortest time that a rate is measured over."""
+"""The shortest time over which a rate is measured."""
 
 REMEMBERED_SECONDS = 10.0
 """How long intervals are remembered while nothing waits."""
 
 SERVICE_REQUESTS = 50
-"""Requests in which the weight of one request's seconds on workers falls to a third."""
+"""Number of ended requests in which the weight of one request's duration decays to 1/e."""
 
 SERVICE_SECONDS = 1.0
-"""Until admissions are measured, this many seconds of them are assumed, as often as requests
-end."""
+"""Weight of the assumption that requests are admitted as often as they end, in seconds of measured
+admissions."""
 
 
 class Place(NamedTuple):
-    """A request's place in the wait queue, for all its attempts."""
+    """A request's place in the wait queue, kept for all its attempts."""
 
     priority: int
     order: int  # of arrival
@@ -47,43 +47,44 @@ class Place(NamedTuple):
 
 
 class ServicePace:
-    """How often running requests end. Where all workers are busy, as many are admitted, so it is
-    known how long a queue takes before anything was admitted from it."""
+    """The rate at which running requests end. While all workers are busy, it is also the rate of
+    admissions, so waits can be predicted before any admission from the queue."""
 
     def __init__(self) -> None:
         self.running = 0
-        self._seconds = 0.0  # of one request, on average
+        self._seconds = 0.0  # mean duration of a request
         self._ended = 0
 
     def begin(self) -> None:
         self.running += 1
 
     def end(self, seconds: float) -> None:
-        """A request ran for `seconds`."""
+        """Counts a request that ran for `seconds`."""
         self.running -= 1
         self._ended = min(self._ended + 1, SERVICE_REQUESTS)
         self._seconds += (seconds - self._seconds) / self._ended
 
     @property
     def rate(self) -> float:
-        """Requests a second; 0 where it is not known."""
+        """Requests per second; 0 if unknown."""
         return self.running / self._seconds if self._seconds else 0.0
 
 
 class AdmissionPace:
-    """The intervals between two admissions, measured while requests wait."""
+    """The intervals between admissions, measured while requests wait."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._squares = 0.0  # of these seconds
+        self._squares = 0.0  # sum of squared intervals
         self._intervals = 0.0
         self._changed_at = 0.0
-        # The last admission, or when a request began to wait after all had been admitted. Requests
-        # that leave without being admitted do not change it.
+        # Time of the last admission, or when a request began to wait in an empty queue. Requests
+        # that leave without admission do not change it.
         self._since: float | None = None
 
     def interval(self, assumed_rate: float = 0.0) -> float:
-        """On average, together with SERVICE_SECONDS at a rate that is assumed, if that is known."""
+        """Returns the mean interval. An assumed rate counts like SERVICE_SECONDS of
+        measurements."""
         seconds = self._seconds + (SERVICE_SECONDS if assumed_rate else 0.0)
         intervals = self._intervals + assumed_rate * SERVICE_SECONDS
         return seconds / intervals if intervals else 0.0
@@ -92,7 +93,7 @@ class AdmissionPace:
         return now - self._changed_at > REMEMBERED_SECONDS
 
     def wait(self, now: float, others: int) -> None:
-        """A request waits beside others."""
+        """Notes that a request waits, besides `others`."""
         if not others and self.is_old(now):
             self._seconds = self._squares = self._intervals = 0.0
             self._since = None
@@ -100,7 +101,7 @@ class AdmissionPace:
         self._since = now if self._since is None else self._since
 
     def admitted(self, now: float, others: int) -> None:
-        """One was admitted; the others wait."""
+        """Notes an admission, after which `others` still wait."""
         if self._since is not None:
             latest = now - self._since
             kept = math.exp(-latest / MEMORY_SECONDS)
@@ -112,17 +113,17 @@ class AdmissionPace:
 
     @property
     def until_admission(self) -> float:
-        """Seconds to the next admission, on average over all moments: more than half of an average
-        interval, since most moments are in long ones. Requests may be admitted many at a time."""
+        """Mean seconds to the next admission from a random moment. That is more than half a mean
+        interval, since most moments are in long intervals: requests may be admitted in bursts."""
         return self._squares / (2.0 * self._seconds) if self._seconds else 0.0
 
     def since_admission(self, now: float) -> float:
-        """For how long none was admitted while requests wait."""
+        """Returns the seconds without an admission while requests wait."""
         return 0.0 if self._since is None else now - self._since
 
 
 class JoinRate:
-    """How many requests join a second, recently."""
+    """The recent rate at which requests join, per second."""
 
     def __init__(self) -> None:
         self._count = 0.0
@@ -147,25 +148,24 @@ class JoinRate:
 
 
 class TenantPace:
-    """How a tenant's requests of one priority join and are admitted."""
+    """The rates at which a tenant's requests of one priority join and are admitted."""
 
     def __init__(self) -> None:
         self.joins = JoinRate()
-        # Some may be admitted while others are not.
         self.admissions = AdmissionPace()
 
     def expected_wait(self, now: float, own: int) -> float:
-        """The wait behind `own` other requests of the tenant: at least the time since one of them
-        was admitted."""
+        """Predicts the wait behind `own` other requests of the tenant: at least the time since its
+        last admission."""
         if not own:
             return 0.0
         return max(own * self.admissions.interval(), self.admissions.since_admission(now))
 
 
 class WaitQueue:
-    """Requests that wait for a worker with room. The lowest priority is first; within one the
-    tenants take turns, each with its requests in order of arrival. A retry keeps its request's
-    place and is never refused."""
+    """Requests that wait for a worker with capacity. The lowest priority number goes first; within
+    one, the tenants take turns, each with its requests in order of arrival. A retry keeps its
+    request's place and is never refused."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -187,7 +187,7 @@ class WaitQueue:
 
     @property
     def priorities(self) -> dict[int, int]:
-        """How many wait with each priority, the first to be admitted first."""
+        """Number of waiting requests by priority, in order of admission."""
         return {
             priority: sum(map(len, self._waiting[priority].values()))
             for priority in sorted(self._waiting)
@@ -195,13 +195,13 @@ class WaitQueue:
 
     @property
     def retry_after(self) -> float:
-        """Seconds until the requests that wait now are likely to be admitted."""
+        """Predicted seconds until the requests that wait now are admitted."""
         expected = self._interval * self._size
         return min(max(expected, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
 
     def join(self, place: Place, now: float, *, retry: bool = False) -> Place | None:
-        """Returns the request that is refused in its place when the queue is full. Raises Exhausted
-        where none gives way, unless the request is a retry."""
+        """Adds a request. If the queue is full, removes another and returns it, or raises Exhausted
+        if none gives way. A retry always joins."""
         displaced = None
         if retry:
             self._retries.add(place)
@@ -218,8 +218,9 @@ class WaitQueue:
         return displaced
 
     def displace(self, place: Place) -> Place | None:
-        """Removes the last request of the tenant with most in the last priority, if that is behind
-        the place's, or the same and its tenant has fewer: so none fills the queue for all."""
+        """Removes a request in favour of `place`: in the last priority, the latest one of the
+        tenant with the most requests. In the same priority only if the place's tenant would have
+        fewer, so that no tenant can fill the queue. Returns None if none gives way."""
         last = max(self._waiting, default=place.priority)
         turns = self._waiting.get(last, {})
         longest = max(turns.values(), key=len, default=[])
@@ -231,7 +232,7 @@ class WaitQueue:
         return displaced
 
     def leave(self, place: Place) -> None:
-        """No effect when it is not in the queue."""
+        """Removes a request, if it is in the queue."""
         turns = self._waiting.get(place.priority, {})
         own = turns.get(place.tenant, [])
         if place not in own:
@@ -245,21 +246,21 @@ class WaitQueue:
             del self._waiting[place.priority]
 
     def wait(self, place: Place, now: float) -> None:
-        """The request, which is in the queue, could not be admitted yet."""
+        """Notes that a queued request could not be admitted yet."""
         self._pace.wait(now, self._size - 1)
-        self._tenant(place, now).admissions.wait(now, self._count(place) - 1)
+        self._tenant(place, now).admissions.wait(now, self._count_tenant(place) - 1)
 
     def admitted(self, place: Place, now: float) -> None:
-        """The request has its workers: the next turn is another tenant's."""
+        """Notes an admission. The next turn is another tenant's."""
         turns = self._waiting.get(place.priority, {})
         if place.tenant in turns:
             turns[place.tenant] = turns.pop(place.tenant)
         self._pace.admitted(now, self._size - 1)
-        self._tenant(place, now).admissions.admitted(now, self._count(place) - 1)
+        self._tenant(place, now).admissions.admitted(now, self._count_tenant(place) - 1)
 
     def expected_wait(self, place: Place, now: float) -> float:
-        """Seconds that a request which joins at this place would wait: at least the time since the
-        last admission."""
+        """Predicts the seconds that a request at this place would wait: at least the time since
+        the last admission."""
         if not any(priority <= place.priority for priority in self._waiting):
             return 0.0
         expected = max(
@@ -268,15 +269,17 @@ class WaitQueue:
             self._pace.since_admission(now),
         )
         if pace := self._tenants.get((place.priority, place.tenant)):
-            expected = max(expected, pace.expected_wait(now, self._count(place)))
+            expected = max(expected, pace.expected_wait(now, self._count_tenant(place)))
         return expected
 
     def _expected_wait(self, place: Place, now: float) -> float:
-        """Counts the requests that go first, and those that join later and go first too: the larger
-        solution of seconds = interval * (ahead + joining * seconds). Other tenants of its priority
-        go first until they have had as many turns as its own, so `ahead` and `joining` depend on
-        the seconds: starting at infinity, each iteration gives fewer."""
-        own, interval = self._count(place), self._interval
+        """Counts the requests that go first, including some that join later: the larger solution
+        of seconds = interval * (ahead + joining * seconds).
+
+        Other tenants of the same priority go first until they have had as many turns as this one,
+        so `ahead` and `joining` depend on the seconds: iterates down from infinity.
+        """
+        own, interval = self._count_tenant(place), self._interval
         earlier = [each for each in self._waiting if each < place.priority]
         ahead = own + sum(n for each, n in self.priorities.items() if each < place.priority)
         joining = sum(self._joins[each].rate(now) for each in earlier)
@@ -292,7 +295,8 @@ class WaitQueue:
             expected = seconds
 
     def _turns_of_others(self, place: Place, now: float) -> list[tuple[int, float]]:
-        """How many requests of each other tenant wait with this priority, and join a second."""
+        """Returns, for each other tenant, its waiting requests of this priority and its join
+        rate."""
         turns = self._waiting.get(place.priority, {})
         return [
             (len(waiting), self._tenants[place.priority, tenant].joins.rate(now))
@@ -304,8 +308,8 @@ class WaitQueue:
     def _interval(self) -> float:
         return self._pace.interval(self.service.rate)
 
-    def _count(self, place: Place) -> int:
-        """How many of the tenant's wait with this priority."""
+    def _count_tenant(self, place: Place) -> int:
+        """Counts the tenant's waiting requests of this priority."""
         return len(self._waiting.get(place.priority, {}).get(place.tenant, ()))
 
     def _tenant(self, place: Place, now: float) -> TenantPace:
