@@ -243,7 +243,7 @@ class Placer:
     def _may_prefill_locally(self) -> bool:
         since = self._without_pair_since
         waited = since is not None and time.monotonic() - since >= self._local_prefill_after
-        return waited and self._membership.does_without_prefill
+        return waited and self._membership.allows_local_prefill
 
     def _membership_changed(self) -> None:
         self._known_topology = None

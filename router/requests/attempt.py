@@ -1,14 +1,14 @@
-"""One attempt at one answer, on one pair of workers. retries.py has the attempts of an answer.
+"""One attempt at one answer, on one pair of workers. retries.py has all attempts of an answer.
 
     start ─▶ Reserve to decode, Prefill to prefill, at the same moment
           ─▶ ticket from decode, passed on to prefill
           ─▶ token #1 from prefill, emitted at once
           ─▶ tokens from decode, up to the last
 
-Where one token is wanted, only prefill is used; for a local prefill, only decode (Compute). However
-it ends, `release` releases what is still held on either side.
+If one token is wanted, only prefill is used; for a local prefill, only decode (Compute). After any
+end, `release` releases what either side still holds.
 
-No I/O and no clock: every input returns what to do.
+No I/O and no clock: methods return the actions to carry out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.v1 import worker_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the message to the attempt's worker of that role."""
+    """Sends a message to the attempt's worker of that role."""
 
     role: Role
     message: pb.RouterMessage
@@ -36,16 +36,16 @@ class Tokens(NamedTuple):
     """New tokens of an answer."""
 
     token_ids: list[int]
-    finish: FinishReason | None  # set with the last
+    finish: FinishReason | None  # set with the last tokens
     cached_tokens: int = 0  # of the prompt, with an attempt's first tokens
-    logprobs: tuple[Logprobs, ...] = ()  # one per token, where requested
+    logprobs: tuple[Logprobs, ...] = ()  # one per token, if requested
     fetched_tokens: int = 0  # of cached_tokens, fetched from another worker's cache
-    # With an attempt's first tokens, where requested: from the prompt's second token on.
+    # With an attempt's first tokens, if requested: from the prompt's second token on.
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    # Tokens that were guessed and checked, and how many of token_ids they gave.
+    # Guesses that were checked, and how many of them are in token_ids.
     guessed: int = 0
     accepted: int = 0
-    embedding: bytes = b""  # of the prompt, with the first tokens, where requested
+    embedding: bytes = b""  # of the prompt, with the first tokens, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class AttemptEnded:
 
     error: BatonError
     retry: bool  # another attempt may succeed
-    loss: Loss | None = None  # a worker died, or counts as dead
-    unconfirmed: bool = False  # a worker reports another as lost; its own stream must confirm it
+    loss: Loss | None = None  # of the attempt's worker that was lost
+    unconfirmed: bool = False  # one worker reported another as lost, whose own stream is still up
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LinkLost:
 
     worker_id: str
     reason: str
-    loss: Loss | None = None  # None when it ended or left in good order
+    loss: Loss | None = None  # None after an orderly end or departure
 
 
 # A worker's message about one attempt, its part of a step, or the end of a link.
@@ -73,7 +73,7 @@ Action = Send | Tokens | AttemptEnded
 
 
 class Attempt:
-    """How far an attempt is, and what it holds on its workers."""
+    """An attempt's progress, and what it holds on its workers."""
 
     def __init__(
         self,
@@ -86,20 +86,20 @@ class Attempt:
         self.work = work
         self.placement = placement
         self.queued = True  # no worker has begun it or reserved pages
-        self.decoding = False  # a token of decode has come
-        self.started = not placement.prefill  # no token #1 of prefill is to come
+        self.decoding = False  # decode has sent a token
+        self.started = not placement.prefill  # token #1 has come, or none comes from prefill
         self._prefill_agent = prefill_agent
         self._decode_agent = decode_agent
         self._holder_agent = holder_agent
-        # Looking for log probabilities takes longer than the rest of a step.
+        # Other steps are not searched for log probabilities, which takes longer than the rest.
         asked = (work.logprobs, work.prompt_logprobs, work.pooling)
         self._scored = any(each is not None for each in asked)
         self._held: set[Role] = set()
-        self._early: list[Tokens] = []  # of decode, which overtook token #1
+        self._early: list[Tokens] = []  # tokens of decode that overtook token #1
 
     @property
     def prefilled(self) -> bool:
-        """Whether the prompt is computed."""
+        """True once the prompt is computed."""
         return self.started if self.placement.prefill else self.decoding
 
     def start(self) -> list[Send]:
@@ -114,7 +114,7 @@ class Attempt:
         return [*sends, self._hold(Role.PREFILL, pb.RouterMessage(prefill=prefill))]
 
     def handle(self, event: AttemptEvent) -> list[Action]:
-        """Returns what an event leads to, in order."""
+        """Returns the actions after an event, in order."""
         if isinstance(event, pb.StepTokens):
             return self._step(event)
         if isinstance(event, LinkLost):
@@ -133,7 +133,7 @@ class Attempt:
         return []
 
     def time_out(self, seconds: float) -> AttemptEnded:
-        """No event has come for `seconds`."""
+        """Returns the end of an attempt without events for `seconds`."""
         return AttemptEnded(DeadlineExceeded(f"no token within {seconds:g} seconds"), retry=False)
 
     def release(self) -> list[Send]:
@@ -155,7 +155,7 @@ class Attempt:
 
     def _lose(self, lost: LinkLost) -> list[Action]:
         role = Role.PREFILL if lost.worker_id == self.placement.prefill else Role.DECODE
-        # Prefill holds nothing once decode runs, but its token #1 may still be on its way.
+        # Once decode runs, prefill holds nothing, but its token #1 may still be on its way.
         awaited = role is Role.PREFILL and not self.started
         if role not in self._held and not awaited:
             return []
@@ -196,7 +196,7 @@ class Attempt:
     def _step(self, step: pb.StepTokens) -> list[Action]:
         if not self.decoding:
             self.queued, self.decoding = False, True
-            # Its pages have arrived: prefill is no longer needed.
+            # All pages have arrived, so prefill holds nothing.
             self._held.discard(Role.PREFILL)
         finish = finish_from(step.finish_reason)
         tokens = Tokens(list(step.token_ids), finish, step.cached_tokens)
@@ -217,7 +217,7 @@ class Attempt:
 
 
 def merged(tokens: list[Tokens]) -> Tokens:
-    """Several as one, as if they had come in one message."""
+    """Merges successive tokens, as if they had come in one message."""
     if len(tokens) == 1:
         return tokens[0]
     return tokens[0]._replace(

@@ -19,12 +19,11 @@ SHORTEST_SECONDS = 1e-6
 
 @dataclass(slots=True)
 class Feedback:
-    """Learns from one attempt, from its start: how long its phases took, and what was cached.
+    """Records the phases of one attempt and what was cached, from its start.
 
-    Workers report their own times in the messages that they send anyway. They go to the cost
-    model, the metrics and the request's ledger, beside what was predicted when the request was
-    placed. A canary has no forecast and teaches the cost model nothing, nor does a prompt that may
-    have paused.
+    Workers report their times in messages that they send anyway. They go to the cost model, the
+    metrics and the request's ledger, together with the forecast of the placement. The cost model
+    learns nothing from canaries, which have no forecast, and from prompts that may have paused.
     """
 
     work: Work
@@ -33,7 +32,7 @@ class Feedback:
     metrics: RouterMetrics
     ledger: AnswerLedger
     began: float = field(default_factory=time.monotonic)
-    prefill_busy_seconds: float = field(init=False)  # before
+    prefill_busy_seconds: float = field(init=False)  # of the pool, at the start
     compute_seconds: float = 0.0
     prefilled: bool = False
 
@@ -73,13 +72,14 @@ class Feedback:
     def _note_prompt(
         self, role: Role, message: pb.FirstToken | pb.StepTokens, fetch_seconds: float = 0.0
     ) -> None:
-        """The prompt is computed: `message` is its first token, or a local prefill's first step."""
+        """Learns from a computed prompt. `message` has the first token, of prefill or of a local
+        prefill."""
         if self.forecast is None or self.work.pooling is Pooling.ENCODER:
-            return  # another model says nothing about this one's prompts
+            return  # the embedding model has other costs
         self.prefilled = True
         self.compute_seconds = seconds = message.compute_seconds
         cached, pending, restored = message.cached_tokens, 0, 0
-        # With a fetch it may have waited for its pages, which says nothing about the queue.
+        # With a fetch, part of the wait may have been for pages and not in the queue.
         if not fetch_seconds:
             seconds += message.queue_seconds
             pending, restored = self.forecast.pending_tokens, message.restored_tokens
@@ -93,7 +93,7 @@ class Feedback:
         self.metrics.forecast(self.forecast.first_token_seconds, took)
 
     def _note_fetch(self, first: pb.FirstToken) -> None:
-        """A failed fetch counts as if all pages had arrived when it was given up."""
+        """Learns from a fetch. A failed one counts as if all pages had arrived at its end."""
         if self.forecast is None or not first.fetch_seconds:
             return
         fetch, pool = self.assignment.placement.fetch, self.assignment.prefiller.pool
@@ -102,7 +102,7 @@ class Feedback:
         self.placer.costs.note_fetch(size, first.fetch_seconds)
 
     def _busy_prefill(self) -> float:
-        """Average number of busy prefill workers since the request was placed."""
+        """Returns the mean number of busy prefill workers since the placement."""
         busy = self.placer.prefill_busy_seconds - self.prefill_busy_seconds
         return max(0.0, busy) / max(time.monotonic() - self.began, SHORTEST_SECONDS)
 

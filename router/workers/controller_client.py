@@ -1,4 +1,4 @@
-"""A router's calls to the controller: follow the membership, report traffic, change the pools."""
+"""A router's calls to the controller: follows the membership, reports traffic, changes pools."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class ControllerClient:
-    address: str  # empty where the router follows no controller
+    address: str  # empty if the router follows no controller
     identity: Identity | None
 
     async def follow(self, apply: Callable[[pb.Members], None]) -> None:
         """Applies the controller's membership, now and after each change, until cancelled.
 
-        While the controller cannot be reached the membership stays as it is: serving does not
-        depend on it.
+        While the controller cannot be reached, the membership stays as it is: serving does not
+        depend on the controller.
         """
-        logged: str | None = None  # once an outage: it may last for hours
+        logged: str | None = None  # logged once per outage, which may last for hours
         async with open_channel(self.address, self.identity) as channel:
             stub = cluster_pb2_grpc.MembershipStub(channel)
             while True:
@@ -69,8 +69,7 @@ class ControllerClient:
 
     async def report(self, router_id: str, models: Callable[[], Iterable[ServedModel]]) -> None:
         """Reports traffic and load to the controller's planner once a second, until cancelled.
-
-        A report that fails is dropped: the planner uses rates of what it received."""
+        A report that fails is dropped."""
         async with open_channel(self.address, self.identity) as channel:
             stub = cluster_pb2_grpc.MembershipStub(channel)
             while True:
@@ -80,7 +79,7 @@ class ControllerClient:
                         message = _report(router_id, model)
                         await stub.Report(message, timeout=REPORT_CALL_SECONDS)
                     except grpc.aio.AioRpcError:
-                        # What came meanwhile would look like a burst.
+                        # Dropped too: later, the traffic of an outage would look like a burst.
                         model.serving.demand.drain()
 
     async def scale(self, request: pb.ScaleRequest) -> pb.PoolsResponse:
@@ -93,13 +92,13 @@ class ControllerClient:
         return await self._call(lambda control: control.Plan, request)
 
     async def models(self) -> list[pb.NamedModel] | None:
-        """The models to serve; None where no controller answers."""
+        """Returns the models to serve; None if no controller answers."""
         if not self.address:
             return None
         try:
             found = await self._call(lambda control: control.Models, pb.ModelsRequest())
-        except BatonError as error:  # it is away, or of a version that has one model
-            log.warning("the models are the configuration's: %s", error.message)
+        except BatonError as error:  # it is away, or of a version with one model
+            log.warning("serving the models of the configuration: %s", error.message)
             return None
         return list(found.models)
 
@@ -112,9 +111,9 @@ class ControllerClient:
     async def switch_role(
         self, models: ServedModels, message: pb.SwitchRoleRequest
     ) -> pb.SwitchRoleResponse:
-        """Switches a worker's role unless it is the last of its pool. Returns when it has switched.
+        """Switches a worker's role unless it is the last of its pool. Returns once it has switched.
 
-        The controller, where there is one, must agree: it knows what other routers are asked.
+        A controller, if there is one, must permit it, since it sees the requests of all routers.
         """
         if not is_role(message.role):
             raise InvalidRequest("the role must be prefill or decode", field="role")
@@ -124,7 +123,7 @@ class ControllerClient:
         _check_switch(membership, link, role)
         if self.address:
             await self._call(lambda control: control.PermitSwitch, message)
-            # Another switch, or the worker's loss, may have come first.
+            # Checked again: meanwhile another switch may have begun, or the worker been lost.
             _check_switch(membership, link, role)
         switched = await link.switch(role)
         if switched.error or link.role is not role:
@@ -137,8 +136,8 @@ class ControllerClient:
     async def add_adapter(
         self, models: ServedModels, name: str, folder: str, base: str = ""
     ) -> Adapter:
-        """Serves an adapter of the model `base`, or of the only one, in all routers, once every
-        worker has loaded it."""
+        """Loads an adapter on every worker, then serves it in all routers. An empty `base` selects
+        the only model."""
         model = models.named(base)
         adapters = model.serving.adapters
         adapter = await adapters.find(name, folder)
@@ -149,7 +148,7 @@ class ControllerClient:
         return adapter
 
     async def remove_adapter(self, models: ServedModels, name: str) -> None:
-        """Ends a name in all routers; waits for this one's requests under it."""
+        """Removes an adapter's name from all routers, then waits for this router's requests."""
         model = models.of_adapter(name)
         adapters = model.serving.adapters
         adapter = adapters.served[name]
@@ -171,12 +170,12 @@ class ControllerClient:
         ],
         request: Message,
     ) -> Answer:
-        """Operators' calls are rare: each opens its own connection, and waits for a controller
-        that is being restarted."""
+        """Makes a call on its own connection, since operators' calls are rare. Waits for a
+        controller that is being restarted."""
         if not self.address:
             raise NotServed(
-                "this router has no controller to start and end workers: do it by hand, or start"
-                " the cluster with `baton serve`"
+                "this router has no controller that starts and ends workers: do it by hand, or"
+                " start the cluster with `baton serve`"
             )
         try:
             async with open_channel(self.address, self.identity) as channel:
@@ -203,16 +202,15 @@ _ERRORS: dict[grpc.StatusCode, tuple[type[BatonError], str]] = {
 
 
 def _check_switch(membership: Membership, link: WorkerLink, role: Role) -> None:
-    """Raises when the switch changes nothing, or would leave requests unserved."""
+    """Raises if the switch would change nothing or leave requests unserved."""
     if link.role is None:
         raise WorkerLost(f"worker {link.worker_id} was lost")
     if link.role is role:
         raise RoleRefused(f"{link.worker_id} is a {role.value} worker already")
     if link.draining:
-        raise Unavailable(f"{link.worker_id} is being drained, or changes its role already")
+        raise Unavailable(f"{link.worker_id} is already being drained or switching its role")
     others = any(other is not link for other in membership.usable(link.role))
-    # Local prefill replaces the last prefill worker.
-    replaced = link.role is Role.PREFILL and membership.does_without_prefill
+    replaced = link.role is Role.PREFILL and membership.allows_local_prefill
     if not others and not replaced:
         raise RoleRefused(
             f"{link.worker_id} is the last {link.role.value} worker that can be used; without it"
@@ -224,9 +222,9 @@ NO_CONTROLLER = ControllerClient("", None)
 
 
 def apply_members(members: pb.Members, model: ServedModel) -> None:
-    """What the controller says of one model."""
+    """Applies the controller's membership to one model."""
     membership = model.membership
-    # Controllers of versions with one model name none.
+    # Controllers of earlier versions, with one model, send no names.
     names = ("", model.name)
     own = [worker.address for worker in members.workers if worker.model in names]
     membership.set_addresses(own)

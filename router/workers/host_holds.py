@@ -1,11 +1,11 @@
-"""Which hosts serve requests at the moment: background requests pause on all cores there.
+"""Pauses background requests on hosts whose workers serve other requests.
 
     idle ─a request is placed on a worker of the host─▶ busy: its CPU workers get Hold
       ▲                                                  │ its last request has ended
       └───────────────── LINGER_SECONDS later ───────────┘
 
-A worker decides by itself which requests to serve first. But workers of one host may compute on the
-same cores, where a background prompt on one would slow down the answers of another.
+Each worker puts its own requests in order. But workers of one host may compute on the same cores,
+where a background prompt on one worker would slow down answers of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from baton.router.workers.link import WorkerLink
 
 LINGER_SECONDS = 0.25
-"""A client often sends its next request when it has an answer."""
+"""How long a host stays busy: a client often sends its next request after an answer."""
 
 
 class HostHolds:
@@ -30,7 +30,7 @@ class HostHolds:
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` when a host is no longer busy."""
+        """Calls `listener` whenever a host stops being busy."""
         self._listeners.append(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
@@ -38,11 +38,11 @@ class HostHolds:
             self._listeners.remove(listener)
 
     def is_busy(self, worker: WorkerLink) -> bool:
-        """Whether a worker that was added shares cores with one that has requests."""
+        """True if the worker was added and another one on its host has requests."""
         return worker.host in self._busy and worker in self._workers[worker.host]
 
     def add(self, worker: WorkerLink) -> None:
-        """A CPU worker has attached, or forgot what it was sent."""
+        """Adds a CPU worker that has attached, and pauses it if its host is busy."""
         self._workers[worker.host].add(worker)
         if worker.host in self._busy:
             worker.hold(pause=True)
@@ -51,7 +51,7 @@ class HostHolds:
         self._workers[worker.host].discard(worker)
 
     def count(self, host: str, change: int) -> None:
-        """Requests begin or end on a worker of the host, background ones aside."""
+        """Counts live requests that begin or end on a worker of the host."""
         self._requests[host] += change
         if self._requests[host]:
             self._set(host, busy=True)

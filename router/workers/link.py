@@ -6,8 +6,8 @@
 
 A link reconnects until it is stopped. A worker that switches its role stays attached: it drains,
 and is usable again in the new role. Messages about an attempt go to the sink opened for it. When
-the stream breaks, every open sink gets a LinkLost: the worker releases everything by itself, at
-once or, if it was frozen, when it thaws.
+the stream breaks, every open sink gets a LinkLost. The worker then releases everything by itself;
+a frozen worker does when it continues.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class WorkerLink:
         self.address = address
         self.host = address.rpartition(":")[0]
         self.fault = ""  # why the stream broke
-        self.loss: Loss | None = None  # the last; None where the worker closed the stream
-        self.leaving = False  # no longer a member: it gets nothing new
+        self.loss: Loss | None = None  # the last; None if the worker closed the stream
+        self.leaving = False  # no longer a member: it gets no new requests
         self.prompts = PromptQueue()
         self.assigned = AssignedRequests(config.worker_backlog)
         self._name = ""
@@ -93,18 +93,18 @@ class WorkerLink:
         self._reset()
 
     def _reset(self) -> None:
-        """Forgets everything that came over the last stream."""
+        """Resets everything that came over the last stream."""
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
         self.reported = False  # a Load has come since Welcome
         self.canary_error = ""  # why the last canary failed
-        self.draining = False  # the worker takes nothing new
+        self.draining = False  # the worker takes no new requests
         self.peers = Peers()
         self.cache = CacheIndex()  # pages in its prefix cache, as reported
         self.busy = BusyShare()
         self.pace = StepPace()
         self._fence = PingFence()
-        self._announced: Set[str] = frozenset()  # agents that the worker knows to have ended
+        self._announced: Set[str] = frozenset()  # ended agents that the worker was sent
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
 
     @property
@@ -113,16 +113,16 @@ class WorkerLink:
 
     @property
     def worker_id(self) -> str:
-        """The name it was last known by; its address before that."""
+        """The worker's last known name; before any, its address."""
         return self._name or self.address
 
     def has_adapter(self, digest: bytes) -> bool:
-        """Whether the worker has loaded it, or will for requests that it has."""
+        """True if the worker has loaded the adapter, or will for one of its requests."""
         return digest in self.assigned.adapters or digest in self.load.adapters
 
     @property
     def agent(self) -> str:
-        """The worker's transport agent, a new one after every start of its process."""
+        """The worker's transport agent; each process has a new one."""
         return self.pool.agent
 
     @property
@@ -135,61 +135,60 @@ class WorkerLink:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it would take new requests, sound or not."""
+        """True if it would take new requests, healthy or not."""
         return self.reported and not (self.draining or self.leaving)
 
     @property
     def usable(self) -> bool:
-        """Whether it may get new requests."""
+        """True if it may get new requests."""
         return self.takes_requests and not (self.load.fault or self.canary_error)
 
     def has_room(self, suspicion: Suspicion = Suspicion.NONE, *, background: bool = False) -> bool:
-        """Whether a request may be sent there now: a background one only where it would not
-        pause."""
+        """True if a request may be sent there now. A background one may not if it would pause."""
         if background and (self.assigned.live or self.load.paused or self._holds.is_busy(self)):
             return False
         fenced = suspicion is not Suspicion.NONE and not self._fence.is_open
         return not fenced and self.assigned.admits(suspicion)
 
     def count_live(self, change: int) -> None:
-        """Attempts of live requests begin or end there."""
+        """Counts attempts of live requests that begin or end there."""
         self.assigned.live += change
         self._holds.count(self.host, change)
 
     def hold(self, *, pause: bool) -> None:
-        """Pauses its background requests, or continues them."""
+        """Pauses or continues its background requests."""
         self.send(pb.RouterMessage(hold=pb.Hold(pause=pause)))
 
     @property
     def has_requests(self) -> bool:
-        """Whether its engine has work, of this router or another."""
+        """True if its engine has work, from this router or another."""
         load = self.load
         return bool(self.active or load.running or load.waiting or load.paused)
 
     @property
     def active(self) -> int:
-        """Attempts of this router that are open on the worker."""
+        """Number of this router's open attempts on the worker."""
         return len(self._sinks)
 
     def open(self, key: AttemptKey, sink: Sink) -> None:
-        """Passes every message about an attempt to `sink`, until `close`."""
+        """Passes every message about an attempt to `sink` until `close`."""
         self._sinks[key] = sink
 
     def close(self, key: AttemptKey) -> None:
         self._sinks.pop(key, None)
 
     def send(self, message: pb.RouterMessage) -> None:
-        """Queues a message. Dropped when the link is down: the attempt gets its LinkLost."""
+        """Queues a message. Drops it while the link is down: attempts have had their LinkLost."""
         if self.welcome is not None:
             self._outgoing.put_nowait(message)
 
     def migrate_requests(self, reason: str) -> None:
-        """Migrates every request there, though the worker lives."""
+        """Migrates every request there, though the worker was not lost."""
         self._notify_attempts(LinkLost(self.worker_id, reason))
 
     def fence(self) -> None:
-        """Another worker was lost, and maybe this one too: a request that lost a worker is sent
-        here only after an answer to a new ping."""
+        """Closes the fence after another worker was lost: suspects are sent here only after the
+        answer to a new ping."""
         if self.welcome is not None:
             self._ping()
             self._fence.close()
@@ -199,25 +198,25 @@ class WorkerLink:
         self.send(pb.RouterMessage(ping=pb.Ping()))
 
     def connect(self, decode: WorkerLink) -> None:
-        """Asks a prefill worker to connect to a decode worker, once per process of the latter."""
+        """Asks a prefill worker to connect to a decode worker, once for each of its processes."""
         if decode.welcome and self.peers.ask(decode.agent):
             connect = pb.Connect(worker_id=decode.worker_id, pool=decode.welcome.pool)
             self.send(pb.RouterMessage(connect=connect))
 
     def disconnect(self, agent: str) -> None:
-        """Forgets a connection, so that it is made again."""
+        """Forgets a connection, so that it is made anew."""
         self.peers.forget(agent)
         self._on_change(self)
 
     def announce_ended(self, agents: Set[str]) -> None:
-        """Sends the worker the ended agents that it was not sent on this stream."""
+        """Sends the worker the ended agents that it has not been sent on this stream."""
         if self.welcome is not None:
             for agent in agents - self._announced:
                 self.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=agent)))
             self._announced = frozenset(agents)
 
     async def switch(self, role: Role) -> pb.RoleSwitched:
-        """Switches the worker's role; returns its answer. It gets nothing new meanwhile."""
+        """Switches the worker's role and returns its answer. It gets no new requests meanwhile."""
         self._switch = asyncio.get_running_loop().create_future()
         self.send(pb.RouterMessage(switch_role=pb.SwitchRole(role=role_to(role))))
         self.draining = True
@@ -225,13 +224,13 @@ class WorkerLink:
         return await self._switch
 
     def note_canary(self, problem: str) -> None:
-        """The result of the worker's canary; empty when it passed."""
+        """Notes the result of the worker's canary; "" means that it passed."""
         if problem != self.canary_error:
             self.canary_error = problem
             self._on_change(self)
 
     async def run(self) -> None:
-        """Attaches, again and again, until cancelled or leaving."""
+        """Attaches repeatedly, until cancelled or leaving."""
         async with open_channel(self.address, self._identity) as channel:
             while not self.leaving:
                 await self._attach(worker_pb2_grpc.WorkerStub(channel).Attach())
@@ -275,13 +274,13 @@ class WorkerLink:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await call.write(await self._outgoing.get())
-        # `_read` learns why.
+        # `_read` returns the reason.
         await asyncio.Event().wait()
         return ""
 
     async def _beat(self, heartbeat: Heartbeat) -> str:
-        """Pings while the worker answers; returns why it is lost."""
-        # Links made together do not ping together: tokens would wait for all of them.
+        """Pings while the worker answers. Returns why it is lost."""
+        # Spread over time: tokens would wait for the pings of links made at the same moment.
         await asyncio.sleep(random.uniform(0.0, self._config.ping_seconds))
         while True:
             await asyncio.sleep(self._config.ping_seconds)
@@ -292,7 +291,7 @@ class WorkerLink:
             self._ping()
 
     def _receive(self, message: pb.WorkerMessage, heartbeat: Heartbeat) -> bool:
-        """False after the worker's last message."""
+        """Handles a message. Returns False after the worker's last one."""
         match message.WhichOneof("kind"):
             case "step":
                 self.pace.step(message.step, time.monotonic())
@@ -327,7 +326,7 @@ class WorkerLink:
 
     def _note_welcome(self, welcome: pb.Welcome) -> None:
         if welcome.model != self._model:
-            raise UnknownModel(f"it serves {welcome.model!r}, this router {self._model!r}")
+            raise UnknownModel(f"it serves {welcome.model!r}, this router needs {self._model!r}")
         role_from(welcome.role)
         self.welcome, self.fault, self._announced = welcome, "", frozenset()
         self._name = welcome.worker_id
@@ -355,7 +354,7 @@ class WorkerLink:
 
     def _note_load(self, load: pb.Load) -> None:
         changed = load.fault != self.load.fault or not self.reported
-        changed |= bool(self.load.paused and not load.paused)  # background requests may wait for it
+        changed |= bool(self.load.paused and not load.paused)  # others may now be sent there
         self.load, self.reported = load, True
         if load.paused:
             self.paused_at = time.monotonic()
@@ -390,7 +389,8 @@ class WorkerLink:
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:
-    """For operators: gRPC puts every address before the reason of a failed connection."""
+    """Returns the reason for operators. gRPC puts all addresses before that of a failed
+    connection."""
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return f"it cannot be reached: {details.rpartition(': ')[2]}"

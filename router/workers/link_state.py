@@ -1,5 +1,5 @@
-"""What a router knows of one worker beside its load, from the messages of its link: whether it is
-lost, how busy it is, which workers it reaches, and which requests it has. No I/O."""
+"""A router's state of one worker, from the messages of its link: whether it is lost, how busy it
+is, which workers it reaches, and which requests it has. No I/O."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ REPORT_SPACING_SECONDS = 0.5
 class Heartbeat:
     """Decides whether a worker is lost.
 
-    The router pings every worker periodically; the worker's event loop answers whatever its
+    The router pings every worker periodically; the worker's event loop answers even while its
     engine computes. A worker is lost when it is
 
     - frozen: nothing came for several pings: a stopped process, a hung event loop, a lost host;
     - stalled: it answers pings, but its engine has work and has not reported for much longer
       than any step takes.
 
-    Both are counted in pings, not in seconds: a router that was itself stopped finds its clock
-    far ahead and the workers' answers unread.
+    Both are counted in pings, not in seconds: after a router was itself stopped, its clock is far
+    ahead and the workers' answers are still unread.
     """
 
     def __init__(self, ping_seconds: float, frozen_seconds: float, stall_seconds: float) -> None:
@@ -52,8 +52,8 @@ class Heartbeat:
         self._stalled_pings = 0
 
     def next_ping(self, *, busy: bool) -> str:
-        """Counts a ping, `busy` when the engine has work. Returns why the worker is lost, or
-        an empty string."""
+        """Counts a ping; `busy` says that the engine has work. Returns why the worker is lost, or
+        ""."""
         self._silent_pings += 1
         self._stalled_pings = self._stalled_pings + 1 if busy else 0
         if self.is_frozen:
@@ -64,18 +64,18 @@ class Heartbeat:
 
 
 class PingFence:
-    """Whether a worker has answered a ping sent after another worker was lost.
+    """Closed after another worker was lost, until this one has answered a newer ping.
 
         open ─another worker is lost─▶ closed ─answer to a ping sent since─▶ open
 
-    A lost host takes all its workers along, and a router notices one after the other. A request
-    that lost a worker there must not be sent to the next dead one, and count as a poison request.
+    When a host is lost with all its workers, a router notices one after the other. A request that
+    lost a worker there must not be sent to the next dead one and end up as a poison request.
     """
 
     def __init__(self) -> None:
         self._pings = 0
-        self._answers = 0  # in the order of the pings
-        self._awaited = 0  # answers
+        self._answers = 0  # answers come in the order of the pings
+        self._awaited = 0  # answers needed to open the fence
 
     @property
     def is_open(self) -> bool:
@@ -85,11 +85,11 @@ class PingFence:
         self._pings += 1
 
     def close(self) -> None:
-        """Stays closed until the latest ping is answered."""
+        """Closes the fence until the latest ping is answered."""
         self._awaited = self._pings
 
     def answer_received(self) -> bool:
-        """Returns whether this answer opened the fence."""
+        """Counts an answer. Returns True if it opened the fence."""
         before = self.is_open
         self._answers += 1
         return self.is_open and not before
@@ -98,7 +98,7 @@ class PingFence:
 class BusyShare:
     """The share of the last seconds in which a worker's engine computed.
 
-    Both numbers of a report come from the worker's clock, so only their differences are used.
+    Reports have the worker's clock, so only differences between reports are used.
     """
 
     def __init__(self) -> None:
@@ -127,16 +127,16 @@ class StepStretch(NamedTuple):
     """Consecutive steps of one worker."""
 
     steps: int
-    seconds: float  # of one step, on average
-    busy_prefill: float  # prefill workers that computed meanwhile, on average
+    seconds: float  # mean of a step
+    busy_prefill: float  # mean number of prefill workers that computed meanwhile
 
 
 class StepPace:
-    """How long a decode worker's steps take, from its messages.
+    """Measures a decode worker's steps from its messages.
 
-    A worker sends a router one message a step while it runs any of the router's requests. Two
-    messages that begin with the same request are consecutive: the oldest request comes first
-    and gets a token in every step, unless it pauses.
+    A worker sends a router one message for each step with any of the router's requests. Two
+    messages that begin with the same request are of consecutive steps: the oldest request comes
+    first and gets a token in every step, unless it pauses.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class StepPace:
         self._seconds = 0.0  # since the last `drain`
         self._steps = 0
         self._drained_at = 0.0
-        self._busy_seconds = 0.0  # of prefill workers, until then
+        self._busy_seconds = 0.0  # of prefill workers, until the last `drain`
 
     def step(self, step: pb.Step, now: float) -> None:
         if not step.tokens:
@@ -157,7 +157,7 @@ class StepPace:
         self._oldest, self._at = oldest, now
 
     def interrupt(self) -> None:
-        """Requests have paused: the next step does not follow the last."""
+        """Notes that requests have paused: the next step does not follow the last one."""
         self._oldest = ""
 
     def drain(self, prefill_busy_seconds: float, now: float) -> StepStretch | None:
@@ -173,13 +173,13 @@ class StepPace:
 
 
 class Peers:
-    """For a prefill worker: the decode agents it was asked to connect to, and its answers."""
+    """The decode agents that a prefill worker was asked to connect to, and its answers."""
 
     def __init__(self) -> None:
         self._answers: dict[str, pb.Connected | None] = {}  # None until it answers
 
     def ask(self, agent: str) -> bool:
-        """Returns True the first time: the worker must be asked."""
+        """Returns True the first time, when the worker must be asked."""
         new = agent not in self._answers
         self._answers.setdefault(agent, None)
         return new
@@ -191,34 +191,34 @@ class Peers:
         self._answers.pop(agent, None)
 
     def reaches(self, agent: str) -> bool:
-        """Whether the worker can push to a decode worker's agent."""
+        """True if the worker can push to a decode worker's agent."""
         answer = self._answers.get(agent)
         return answer is not None and not answer.error and not answer.lost
 
     def mismatch(self, agent: str) -> str:
-        """Why the worker will never push there; empty when it may."""
+        """Returns why the worker can never push there; "" if it may."""
         answer = self._answers.get(agent)
         return answer.error if answer and answer.reason == LayoutMismatch.reason else ""
 
 
-INPUTS_OF_A_PLACE = 32
-"""Inputs of the embedding model that take one place in a worker's backlog: a step has many, and
-they need no pages."""
+INPUTS_PER_REQUEST = 32
+"""Inputs of the embedding model that count as one request in a worker's backlog: a step takes many
+of them, and they need no pages."""
 
 
 class AssignedRequests:
-    """This router's requests on a worker: those that admission counts, and their prompts so far."""
+    """Counts this router's requests on a worker."""
 
     def __init__(self, backlog: int) -> None:
         self._backlog = backlog
-        self.unanswered = 0  # neither begun nor with reserved pages
-        self._inputs = 0  # of these, those of the embedding model
-        self._alone = 0  # suspects that tolerate no other
+        self.unanswered = 0  # requests that are neither begun nor have reserved pages
+        self._inputs = 0  # inputs of the embedding model among these
+        self._alone = 0  # suspects that run without another suspect
         self.suspects = 0  # requests that lost a worker before
-        self.live = 0  # attempts of no background request
-        self.prompt_tokens = 0
-        self.cached_tokens = 0  # of them, those that the worker had cached
-        self.adapters: Counter[bytes] = Counter()  # requests by their adapters' digests
+        self.live = 0  # attempts of live requests
+        self.prompt_tokens = 0  # so far
+        self.cached_tokens = 0  # prompt tokens that the worker had cached
+        self.adapters: Counter[bytes] = Counter()  # requests by adapter digest
 
     def count_adapter(self, digest: bytes, change: int) -> None:
         self.adapters[digest] += change
@@ -242,4 +242,4 @@ class AssignedRequests:
             return False
         if suspicion is Suspicion.SUSPECT and self._alone:
             return False
-        return self.unanswered - self._inputs + self._inputs // INPUTS_OF_A_PLACE < self._backlog
+        return self.unanswered - self._inputs + self._inputs // INPUTS_PER_REQUEST < self._backlog

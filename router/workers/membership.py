@@ -1,7 +1,7 @@
 """The workers that a router knows: one link each, which pairs fit, and which agents have ended.
 
 member ─▶ link made, attaches ─▶ usable …
-no longer a member ─▶ leaving: runs what it has, gets nothing new; past drain_seconds its
+no longer a member ─▶ leaving: finishes its requests, gets no new ones; after drain_seconds its
                       requests migrate ─▶ dropped
 """
 
@@ -26,11 +26,11 @@ from baton.v1.worker_pb2 import Verdict
 LEAVING_POLL_SECONDS = 0.1
 REMEMBERED_AGENTS = 1024
 MAX_SOURCES = 16
-"""Workers that a worker may ask for an adapter's files."""
+"""The most workers that a worker is told to ask for an adapter's files."""
 
 
 class Membership:
-    """Keeps a link to every member, and notifies listeners of every change."""
+    """Keeps a link to every member and notifies listeners of every change."""
 
     def __init__(
         self, router_id: str, model: str, config: Config, holds: HostHolds | None = None
@@ -52,7 +52,7 @@ class Membership:
 
     @property
     def links(self) -> Iterable[WorkerLink]:
-        """The links of all members, and of workers that are leaving."""
+        """The links of all members and of leaving workers."""
         return self._tasks.keys()
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class Membership:
             listener()
 
     async def wait_until(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Returns when the condition, checked after every change, holds, or after `seconds`."""
+        """Returns once the condition, checked after every change, is true, or after `seconds`."""
         changed = asyncio.Event()
         self._listeners.append(changed.set)
         try:
@@ -78,7 +78,7 @@ class Membership:
             self._listeners.remove(changed.set)
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Replaces the members. Requests on workers that leave are not cut off."""
+        """Replaces the members. Requests on leaving workers continue."""
         wanted = set(addresses)
         for address in self._links.keys() - wanted:
             link = self._links.pop(address)
@@ -102,28 +102,28 @@ class Membership:
         self.notify()
 
     def note_ended(self, agents: Iterable[str]) -> None:
-        """The processes of these transport agents have ended; notifies the workers."""
+        """Notifies the workers that the processes of these transport agents have ended."""
         self._ended_agents.add(agents)
         self._ended_agents.announce(self.links)
 
     def note_verdicts(self, verdicts: Iterable[Verdict]) -> None:
-        """How processes of workers have ended; requests may wait to know."""
+        """Notes verdicts on worker processes, for which requests may wait."""
         self._losses.judge(verdicts)
         self.notify()
 
     async def stop(self) -> None:
-        """Ends every link; the workers release what this router's requests hold."""
+        """Ends every link. The workers then release what this router's requests hold."""
         await cancel_all(*self._tasks.values())
         self._holds.unlisten(self.notify)
         self._links.clear()
         self._tasks.clear()
 
     def usable(self, role: Role) -> Iterator[WorkerLink]:
-        """Links of workers of a role that may get new requests."""
+        """Yields the links of a role's workers that may get new requests."""
         return (link for link in self.attached(role) if link.usable)
 
     def faults(self, role: Role) -> list[str]:
-        """Which workers of a role are attached and get nothing, since they are not sound."""
+        """Names attached workers of a role that fail their health checks, with the check."""
         return [
             f"{link.worker_id} {'failed its canary' if link.canary_error else 'reports a fault'}"
             for link in self.attached(role)
@@ -134,12 +134,11 @@ class Membership:
         return (link for link in self.links if link.role is role and not self._is_duplicate(link))
 
     def find(self, worker_id: str) -> WorkerLink | None:
-        """The attached worker of that name."""
         return self.names.get(worker_id)
 
     def with_sources(self, work: Work, links: Iterable[WorkerLink]) -> Work:
-        """The work for these workers. Where one has not loaded its adapter, it names workers that
-        may have the files, those that have loaded it first."""
+        """Returns the work for these workers. If one has not loaded the adapter, the work names
+        workers that may have its files, first those that have loaded it."""
         adapter = work.adapter
         if adapter is None or all(adapter.digest in link.load.adapters for link in links):
             return work
@@ -150,7 +149,7 @@ class Membership:
 
     @property
     def page_naming(self) -> PageNaming | None:
-        """None when no worker has a prefix cache."""
+        """How pages are named; None if no worker has a prefix cache."""
         for link in self.links:
             if link.welcome and link.welcome.cache_root:
                 return PageNaming(link.welcome.cache_root, link.welcome.pool.layout.page_size)
@@ -158,22 +157,22 @@ class Membership:
 
     @property
     def model_digest(self) -> bytes:
-        """Names the workers' model and dtype; empty where they report none, or differ."""
+        """Names the workers' model and dtype; empty if they report none or differ."""
         layouts = [link.welcome.pool.layout for link in self.links if link.welcome]
         models = {f"{layout.model} {layout.dtype}" for layout in layouts if layout.model}
         return models.pop().encode() if len(models) == 1 else b""
 
     def context_length(self) -> int:
-        """The most tokens that every pair can hold; 0 when no worker is attached."""
+        """Returns the most tokens that every pair can hold; 0 if no worker is attached."""
         return min((link.welcome.context_length for link in self.links if link.welcome), default=0)
 
     @property
-    def does_without_prefill(self) -> bool:
-        """Whether local prefill may replace the last prefill worker."""
+    def allows_local_prefill(self) -> bool:
+        """True if local prefill may replace the last prefill worker."""
         return self._config.router.local_prefill != "never"
 
     def fault(self, link: WorkerLink) -> str:
-        """Why a worker cannot be used; empty when it can."""
+        """Returns why a worker cannot be used; "" if it can."""
         if self._is_duplicate(link):
             return f"another worker has the name {link.worker_id} too"
         return (
@@ -182,7 +181,7 @@ class Membership:
 
     @property
     def names(self) -> dict[str, WorkerLink]:
-        """The first attached worker of each name."""
+        """The attached workers by name; of duplicates the first."""
         if self._known_names is None:
             self._known_names = {}
             for link in self.links:
@@ -191,13 +190,13 @@ class Membership:
         return self._known_names
 
     def _is_duplicate(self, link: WorkerLink) -> bool:
-        """Whether an earlier link is to another worker of the same name."""
+        """True if an earlier link leads to another worker of the same name."""
         if not link.welcome or link.leaving:
             return False
         return self.find(link.worker_id) is not link
 
     async def _close_when_idle(self, link: WorkerLink, running: asyncio.Task[None]) -> None:
-        """Keeps a link while requests run there; past the deadline, migrates them."""
+        """Keeps a link while requests run there. Migrates them after drain_seconds."""
         deadline = time.monotonic() + self._config.drain_seconds
         try:
             while link.welcome and link.active:
@@ -229,22 +228,22 @@ class Membership:
 
 
 class WorkerPairs:
-    """Which prefill workers can push to which decode workers; has them connect."""
+    """Connects prefill workers to decode workers, and knows which can push to which."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
 
     @property
     def any_usable(self) -> bool:
-        """Whether some prefill worker can push to some decode worker."""
+        """True if any prefill worker can push to any decode worker."""
         agents = [link.agent for link in self._membership.usable(Role.DECODE)]
         prefill = self._membership.usable(Role.PREFILL)
         return any(link.peers.reaches(agent) for link in prefill for agent in agents)
 
     def connect(self, link: WorkerLink) -> None:
-        """Connects an attached worker with those of the other role, once per process of each."""
+        """Connects an attached worker with those of the other role, once for each process."""
         if link.welcome:
-            for prefill, decode in self._of(link):
+            for prefill, decode in self._pairs_with(link):
                 prefill.connect(decode)
 
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
@@ -253,23 +252,23 @@ class WorkerPairs:
             prefill.disconnect(decode.agent)
 
     def misfits(self, link: WorkerLink) -> list[tuple[str, str]]:
-        """The attached workers of the other role that the worker does not fit, and why."""
+        """Returns the attached workers of the other role that the worker does not fit, and why."""
         return [
             (decode.worker_id if prefill is link else prefill.worker_id, why)
-            for prefill, decode in self._of(link)
+            for prefill, decode in self._pairs_with(link)
             if (why := prefill.peers.mismatch(decode.agent))
         ]
 
     def misfit_with_all(self, link: WorkerLink) -> str:
-        """Why a prefill worker can push to no decode worker; empty when it can, or may yet."""
+        """Returns why a prefill worker can push to no decode worker; "" if it can or may yet."""
         if link.role is not Role.PREFILL:
             return ""
         decode = self._membership.usable(Role.DECODE)
         reasons = [link.peers.mismatch(other.agent) for other in decode]
         return reasons[0] if reasons and all(reasons) else ""
 
-    def _of(self, link: WorkerLink) -> list[tuple[WorkerLink, WorkerLink]]:
-        """The pairs with an attached worker of the other role, prefill first."""
+    def _pairs_with(self, link: WorkerLink) -> list[tuple[WorkerLink, WorkerLink]]:
+        """Returns (prefill, decode) with each attached worker of the other role."""
         if link.role is Role.PREFILL:
             return [(link, decode) for decode in self._membership.attached(Role.DECODE)]
         return [(prefill, link) for prefill in self._membership.attached(Role.PREFILL)]
@@ -278,13 +277,13 @@ class WorkerPairs:
 class EndedAgents:
     """The transport agents whose processes have ended.
 
-    A worker must know: it may hold pages that the dead process could still write to, and cannot
-    find out otherwise.
+    Workers are notified of them: they may hold pages that a dead process could still have written
+    to, and cannot find out otherwise.
     """
 
     def __init__(self) -> None:
         self._ended: dict[str, None] = {}  # oldest first
-        self._latest: dict[str, str] = {}  # agent of each worker, by name
+        self._latest: dict[str, str] = {}  # agent by worker name
 
     def add(self, agents: Iterable[str]) -> None:
         self._ended.update(dict.fromkeys(agents))
@@ -292,7 +291,7 @@ class EndedAgents:
             del self._ended[agent]
 
     def note_start(self, link: WorkerLink, links: Iterable[WorkerLink]) -> None:
-        """A worker that is back with another agent: its earlier process can write no more."""
+        """Notes an attached worker's agent. If it has changed, the former process has ended."""
         before = self._latest.get(link.worker_id, link.agent)
         self._latest[link.worker_id] = link.agent
         if before != link.agent and not any(other.agent == before for other in links):

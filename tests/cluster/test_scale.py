@@ -226,7 +226,7 @@ def test_a_change_that_is_asked_for_twice_at_once_leaves_nobody_waiting(serve: S
         refused = list(threads.map(become_prefill, range(3)))
     assert "" in refused
     # While it changes, or once it has changed: whoever comes late finds it done.
-    told = ("changes its role already", "is a prefill worker already")
+    told = ("already being drained or switching its role", "is a prefill worker already")
     assert all(any(each in words for each in told) for words in refused if words)
     serve.wait_pools(3, 1)
     serve.ask("role", "decode-1", "decode")

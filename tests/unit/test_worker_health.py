@@ -4,7 +4,7 @@ import pytest
 
 from baton.router.placement.placement import Suspicion
 from baton.router.workers.link_state import (
-    INPUTS_OF_A_PLACE,
+    INPUTS_PER_REQUEST,
     AssignedRequests,
     BusyShare,
     Heartbeat,
@@ -104,7 +104,7 @@ def test_a_closed_fence_opens_with_the_answer_to_the_latest_ping() -> None:
 
 def test_many_inputs_of_the_embedding_model_take_one_place_in_a_backlog() -> None:
     assigned = AssignedRequests(2)
-    for _ in range(2 * INPUTS_OF_A_PLACE):
+    for _ in range(2 * INPUTS_PER_REQUEST):
         assert assigned.admits(Suspicion.NONE)
         assigned.count_unanswered(+1, encoded=True)
     assert not assigned.admits(Suspicion.NONE)
