@@ -94,10 +94,10 @@ class Profile:
     start_seconds: Number = 60.0
 
     def costs(self, answer_tokens: float) -> Costs:
-        once, token, look, queued = self.prefill
+        once, token, attended, queued = self.prefill
         return Costs(
             # The simulator has no second tier.
-            prefill=PromptCosts(once, token, look, queued, restored=0.0),
+            prefill=PromptCosts(once, token, attended, queued, restored=0.0),
             transfer=self.transfer,
             exposed=self.exposed,
             step=self.step,

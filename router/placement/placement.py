@@ -16,13 +16,11 @@ from baton.router.placement.cost_model import Costs, larger
 
 
 class Suspicion(enum.Enum):
-    """Whether a request may be the one that crashes its workers."""
+    """How likely a request is to be the one that crashes its workers."""
 
     NONE = enum.auto()
-    # It has lost a worker.
-    SUSPECT = enum.auto()
-    # It has lost several: it must be the only suspect.
-    ALONE = enum.auto()
+    SUSPECT = enum.auto()  # it has lost a worker
+    ALONE = enum.auto()  # it has lost several: no other suspect may run there
 
 
 class Strategy(enum.StrEnum):
@@ -36,8 +34,8 @@ class Strategy(enum.StrEnum):
 class LocalPrefill(enum.StrEnum):
     """When decode workers prefill prompts themselves. The values are those of the configuration."""
 
-    AUTO = "auto"  # when that is predicted to take less, and when no prefill worker can
-    FALLBACK = "fallback"  # when no prefill worker can
+    AUTO = "auto"  # if that is predicted to take less time, or if no prefill worker can
+    FALLBACK = "fallback"  # if no prefill worker can
     NEVER = "never"
     ALWAYS = "always"
 
@@ -46,7 +44,7 @@ class FetchPages(enum.StrEnum):
     """When prefill workers fetch pages that decode workers hold. The values are those of the
     configuration."""
 
-    AUTO = "auto"  # when that is predicted to take less than computing it
+    AUTO = "auto"  # if that is predicted to take less time than computing them
     NEVER = "never"
     ALWAYS = "always"
 
@@ -84,7 +82,7 @@ class Reason(enum.StrEnum):
 
 
 Column = Sequence[int] | NDArray[numpy.int64]
-"""A number for each worker of a pool: a list, or an array where there are many."""
+"""A number for each worker of a pool: a list, or an array for many workers."""
 
 MANY_WORKERS = 20
 """With this many workers or more, arrays are faster than lists."""
@@ -98,7 +96,7 @@ def columns_of(rows: Sequence[tuple[int, ...]]) -> Sequence[Column]:
 
 
 def column_of(values: NDArray[numpy.int64]) -> Column:
-    """An array, or the list that is faster for few workers."""
+    """Returns the array, or a list for few workers, which is faster."""
     return values.tolist() if len(values) < MANY_WORKERS else values
 
 
@@ -107,17 +105,17 @@ class PrefillColumns:
     """The usable prefill workers, as the router sees them for one request."""
 
     worker_ids: Sequence[str] = ()
-    # Of the decode workers below, those that each can push to.
+    # The decode workers that each can push to.
     reaches: Sequence[frozenset[str]] = ()
     # Prompt tokens that wait there.
     pending_tokens: Column = ()
-    # Whether each may be sent this request.
+    # 1 if it may be sent this request, else 0.
     has_room: Column = ()
-    # Tokens at the front of this prompt that it has cached, and those of them that it must
-    # restore from the second tier.
+    # Leading tokens of this prompt that it has cached, and how many of them it must restore from
+    # the second tier.
     cached_tokens: Column = ()
     saved_tokens: Column = ()
-    # Whether it must load the request's adapter; empty without one.
+    # 1 if it must load the request's adapter, else 0; empty without an adapter.
     lacks_adapter: Column = ()
 
 
@@ -129,11 +127,11 @@ class DecodeColumns:
     # Requests there, running or waiting.
     requests: Column = ()
     free_pages: Column = ()
-    # Whether each may be sent this request before it has reserved pages for earlier ones.
+    # 1 if it may be sent this request, else 0: its backlog is limited.
     has_room: Column = ()
     cached_tokens: Column = ()
     # Requests being decoded, and those that wait for pages or a place in the batch. The others
-    # are being prefilled, or on their way.
+    # are being prefilled or on their way.
     running: Column = ()
     waiting: Column = ()
     leased_pages: Column = ()
@@ -147,68 +145,60 @@ class DecodeColumns:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The cluster and the request that one choice is made on."""
+    """The cluster and the request, as input of one choice."""
 
     prefill: PrefillColumns = field(default_factory=PrefillColumns)
     decode: DecodeColumns = field(default_factory=DecodeColumns)
-    # Why pairs of attached workers cannot exchange pages, where they cannot.
+    # Why pairs of attached workers cannot exchange pages; none if all can.
     mismatches: Sequence[str] = ()
-    # By role, which workers are not sound and so not among these.
+    # By role, the workers that are left out since they fail their health checks.
     faults: Mapping[Role, Sequence[str]] = field(default_factory=dict)
-    # Whether decode workers may prefill where no prefill worker can.
+    # Decode workers may prefill now if no prefill worker can.
     local_prefill: bool = False
-    # Whether they may prefill other prompts too, or must prefill all.
+    # The configured use of local prefill.
     local: LocalPrefill = LocalPrefill.FALLBACK
     fetch: FetchPages = FetchPages.AUTO
     strategy: Strategy = Strategy.KV_AWARE
     costs: Costs = field(default_factory=Costs)
-    # Counts placements: of equal workers another one is chosen each time.
+    # Counts placements, so that equal workers take turns.
     turn: int = 0
     prompt_tokens: int = 1
     tokens_wanted: int = 1
     page_size: int = 16
     page_bytes: int = 0
-    windows: tuple[Window, ...] = (None,)  # by slice of the layers: each has its pages
+    windows: tuple[Window, ...] = (None,)  # the window of each slice of the layers
 
     def pages_after(self, tokens: int, cached: Any) -> Any:
-        """Pages that a worker lacks of `tokens` tokens of a prompt, of which it has the `cached`
-        first, numbers or arrays."""
-        places, size = -(-tokens // self.page_size), self.page_size
+        """Returns the pages that a worker lacks of a prompt's first `tokens` tokens if it has the
+        first `cached` ones. `cached` may be an array."""
+        pages, size = -(-tokens // self.page_size), self.page_size
         firsts = (first_kept(window, tokens, size) for window in self.windows)
-        return sum(places - larger(cached // size, first) for first in firsts)
+        return sum(pages - larger(cached // size, first) for first in firsts)
 
 
 class FetchPlan(NamedTuple):
     """Pages that the prefill worker is to fetch before it computes the rest."""
 
-    # The decode worker that holds them.
-    holder: str
-    # Pages at the prompt's front that it holds.
-    pages: int
-    # Of their tokens, those that the prefill worker lacks.
-    tokens: int
-    # How long they may take: the seconds they save.
-    seconds: float
+    holder: str  # the decode worker that holds them
+    pages: int  # leading pages of the prompt that it holds
+    tokens: int  # tokens of these pages that the prefill worker lacks
+    seconds: float  # time limit of the fetch: the predicted saving
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The prediction that a placement was chosen by."""
 
-    # From the placement on.
-    first_token_seconds: float
-    # Prompt tokens queued before ours, and those of ours that need not be computed.
-    pending_tokens: int
-    cached_tokens: int
+    first_token_seconds: float  # from the placement on
+    pending_tokens: int  # prompt tokens queued before this prompt
+    cached_tokens: int  # of this prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    # Empty for local prefill.
-    prefill: str
-    # Empty when the first token is known to be the last.
-    decode: str
-    # More than the code says, or empty.
+    prefill: str  # empty for local prefill
+    decode: str  # empty if one token is wanted
+    # An explanation beyond the code's, or empty.
     reason: str = ""
     code: Reason = Reason.LEAST_TIME
     forecast: Forecast | None = field(default=None, compare=False)

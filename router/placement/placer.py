@@ -1,4 +1,4 @@
-"""Places requests: builds a snapshot of the cluster for each choice, and asks the policy."""
+"""Places requests: builds a snapshot of the cluster for each choice and asks the policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 
 UNPROVEN_SECONDS = 5.0
-"""Without a placement for this long, estimates no longer refuse requests."""
+"""After this long without a placement, requests are no longer refused by estimates."""
 
 
 class Topology:
@@ -54,7 +54,7 @@ class Topology:
         misfits = (link.peers.mismatch(other.agent) for link in prefill for other in decode)
         self.mismatches = list(filter(None, misfits))
         self.faults = {role: membership.faults(role) for role in Role}
-        # Tokens and bytes of a page; 1 and 0 without decode workers. By slice, its window.
+        # Tokens and bytes of a page (1 and 0 without decode workers), and each slice's window.
         self.page_size = decode[0].pool.layout.page_size or 1 if decode else 1
         self.page_bytes = decode[0].pool.page_bytes if decode else 0
         self.windows = windows_of(decode[0].pool.layout.windows if decode else ())
@@ -77,10 +77,10 @@ class Topology:
         for link in self.decode:
             load, assigned, unanswered = link.load, link.active, link.assigned.unanswered
             running, prefilling = load.running, load.prefilling
-            if not work.background:  # the others will pause for it
+            if not work.background:  # background requests pause for it
                 running, assigned = running - load.background, link.assigned.live
                 unanswered = min(unanswered, assigned)
-            # A report may be older than what was sent since.
+            # The report may be older than the latest requests.
             waiting = max(load.waiting, unanswered)
             cached, saved = self._cached(link, work)
             rows.append(
@@ -102,8 +102,8 @@ class Topology:
         return columns
 
     def _cached(self, link: WorkerLink, work: Work) -> tuple[int, int]:
-        """Tokens of the prompt that the worker need not compute, never the last one; and those of
-        them that it must restore."""
+        """Returns the prompt tokens that the worker need not compute (never the last one), and how
+        many of them it must restore."""
         size, cache, keys = self.page_size, link.cache, work.page_keys
         cached = size * min(cache.leading(keys), (len(work.prompt_tokens) - 1) // size)
         if not cache.has_saved:
@@ -120,7 +120,7 @@ def _lacking(links: list[WorkerLink], work: Work) -> Column:
 
 class Placer:
     def __init__(self, membership: Membership, config: RouterConfig) -> None:
-        """Made before whatever else listens to the membership and asks for placements."""
+        """Must be made before other listeners of the membership that ask for placements."""
         self._membership = membership
         self._strategy = Strategy(config.policy)
         self._local = LocalPrefill(config.local_prefill)
@@ -129,8 +129,8 @@ class Placer:
         self._known_topology: Topology | None = None  # None after any change
         self.costs = CostModel()
         self.placed = 0  # requests, so far
-        self._placed_at = time.monotonic()  # the last of them
-        # When the last pair was lost, or None while there is one.
+        self._placed_at = time.monotonic()  # the last placement
+        # Time since which no pair is usable; None while one is.
         self._without_pair_since: float | None = None
         self._note_pair()
         membership.listen(self._membership_changed)
@@ -144,9 +144,9 @@ class Placer:
         wait: float = 0.0,
         caution: float = 0.0,
     ) -> Placement | BatonError:
-        """Returns the placement, or why the request must wait. DeadlineExceeded: its answer is
-        predicted later than in `seconds_left`, after a `wait` of seconds in the queue. `caution`
-        is a share of the waits that is added."""
+        """Returns the placement, or why the request must wait. Returns DeadlineExceeded if, after
+        `wait` seconds in the queue, the answer is predicted to take longer than `seconds_left`.
+        `caution` is a share added to predicted waits."""
         snapshot = self._snapshot(work, suspicion)
         if seconds_left < math.inf and self.costs.knows_prompts and not self._unproven:
             answer = earliest_answer(snapshot)
@@ -159,25 +159,24 @@ class Placer:
         return choose(snapshot, one_token=work.tokens_wanted == 1)
 
     def first_token(self, work: Work) -> PredictedSeconds:
-        """The predicted time to the first token; 0 where it is not known."""
+        """Predicts the time to the first token; 0 if unknown."""
         if not self.costs.knows_prompts or self._unproven:
             return PredictedSeconds(0.0, 0.0)
         return earliest_first_token(self._snapshot(work, Suspicion.NONE))
 
     def note_placed(self, now: float) -> None:
-        """A request was placed."""
         self.placed += 1
         self._placed_at = now
 
     @property
     def _unproven(self) -> bool:
-        """Whether nothing was placed for so long that estimates may no longer hold. Without this,
-        one that is too high would refuse every request that could correct it."""
+        """True if estimates may be stale, since nothing was placed for long. Otherwise an estimate
+        that is too high would refuse every request that could correct it."""
         return time.monotonic() - self._placed_at > UNPROVEN_SECONDS
 
     @property
     def obstacle(self) -> BatonError | None:
-        """Why no request can be placed, even after those before it; None when one can."""
+        """Why no request can be placed, even with an empty queue; None if requests can be."""
         if self._without_pair_since is None:
             return None
         topology = self._topology
@@ -194,17 +193,17 @@ class Placer:
 
     @property
     def prefill_busy_seconds(self) -> float:
-        """How long prefill workers have had queued prompts, summed over them."""
+        """Seconds during which prefill workers had queued prompts, summed over workers."""
         return sum(link.prompts.busy_seconds for link in self._topology.prefill)
 
     def pages_held(self, tokens: float) -> float:
-        """Pages of a sequence of `tokens` tokens."""
+        """Returns the pages of a sequence of `tokens` tokens."""
         topology = self._topology
         return pages_held(tokens, topology.page_size, topology.windows)
 
     def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
         topology = self._topology
-        encoded = work.pooling is Pooling.ENCODER  # which prefill workers alone do
+        encoded = work.pooling is Pooling.ENCODER  # only prefill workers run the embedding model
         return Snapshot(
             prefill=topology.prefill_columns(work, suspicion),
             decode=topology.decode_columns(work, suspicion),
@@ -230,12 +229,12 @@ class Placer:
         return self._known_topology
 
     def _note_step(self, link: WorkerLink) -> None:
-        """The cost model learns how long a decode worker's recent steps took."""
+        """Passes a decode worker's recent step times to the cost model."""
         stretch = link.pace.drain(self.prefill_busy_seconds, time.monotonic())
-        # Steps with local prefill teach nothing about the others, nor do pages that no step reads.
+        # Steps with local prefill take longer, and pages of paused requests are not read.
         if stretch is None or not link.prompts.was_empty or link.load.paused:
             return
-        # Right after a prefill worker has joined, more busy seconds may be new than have passed.
+        # A prefill worker that has just joined may add more busy seconds than have passed.
         busy = min(stretch.busy_prefill, len(self._topology.prefill))
         load = link.load
         self.costs.note_step(load.running, load.leased_pages, busy, stretch.seconds, stretch.steps)
@@ -254,6 +253,6 @@ class Placer:
             self._without_pair_since = None
         elif self._without_pair_since is None:
             self._without_pair_since = time.monotonic()
-            # Requests may be waiting for local prefill to be allowed.
+            # By then, waiting requests may use local prefill.
             loop = asyncio.get_running_loop()
             loop.call_later(self._local_prefill_after, self._membership.notify)

@@ -1,8 +1,7 @@
-"""Chooses the workers that serve a request: a pure function of a snapshot.
+"""Chooses the workers for a request: a pure function of a snapshot.
 
-Of the pairs that are connected and have room, the one with the least predicted time
-(router/placement/scorer.py); or a decode worker alone, where local prefill is predicted to take
-less.
+Chooses the connected pair with capacity that has the least predicted time
+(router/placement/scorer.py), or a decode worker alone if local prefill is predicted to take less.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from baton.router.placement.scorer import (
 
 
 def choose(snapshot: Snapshot, *, one_token: bool = False) -> Placement | BatonError:
-    """Where a request goes, or why it must wait.
+    """Returns a placement, or why the request must wait.
 
-    Exhausted: there are workers, but none with room. LayoutMismatch: waiting will not help. Any
-    other Unavailable: workers are missing, and may come.
+    Exhausted: all workers are full. LayoutMismatch: waiting will not help. Any other Unavailable:
+    workers are missing, and may come.
     """
     if snapshot.local is LocalPrefill.ALWAYS and snapshot.decode.worker_ids:
         return _local(snapshot, Reason.LOCAL_ONLY)
     placed = _prefill_only(snapshot) if one_token else _split(snapshot)
-    # A pool that cannot push is an operator's mistake, to be seen and not hidden.
+    # Local prefill must not hide an operator's mistake, such as pools that do not fit.
     missing = isinstance(placed, Unavailable) and not isinstance(placed, LayoutMismatch)
     if missing and snapshot.local_prefill and snapshot.decode.worker_ids:
         return _local(snapshot, Reason.NO_PREFILL, str(placed))
@@ -122,7 +121,7 @@ def why_no_pair(
     mismatches: Sequence[str],
     faults: Mapping[Role, Sequence[str]],
 ) -> Unavailable:
-    """Why no prefill worker of these can push to a decode worker."""
+    """Returns why none of these prefill workers can push to a decode worker."""
     for role, workers in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         if not workers:
             return none_ready(f"{role} worker is", faults.get(role, ()))
@@ -132,5 +131,5 @@ def why_no_pair(
 
 
 def none_ready(missing: str, faults: Sequence[str]) -> Unavailable:
-    """`faults` name the workers that would be ready if they were sound."""
+    """Returns the error for a missing worker. `faults` names those that fail health checks."""
     return Unavailable(f"no {missing} ready" + (f": {', '.join(faults)}" if faults else ""))

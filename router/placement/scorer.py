@@ -1,14 +1,14 @@
 """Scores workers, and pairs of them, by predicted time.
 
-A pair costs the wait and the compute of what the prefill worker lacks, the transfer of what the
-decode worker lacks, the answer's steps there, and what all this adds to the time of other
-requests (router/placement/cost_model.py). So a session stays where its cache is for as long as
-that saves more than the queue there costs.
+A pair costs the wait and the compute for what the prefill worker lacks, the transfer of what the
+decode worker lacks, the answer's steps there, and the time that all this adds to other requests
+(router/placement/cost_model.py). So a session stays where its cache is as long as that saves more
+than the queue there costs.
 
-The other strategies, least loaded and round robin, know nothing of caches.
+The other strategies, least loaded and round robin, ignore caches.
 
 Formulas take numbers or arrays, so that many workers are scored at once; scores are lists. The
-planner's simulator uses the same scorer. A row is a worker's place in the snapshot's columns.
+planner's simulator uses the same scorer. A row is a worker's index in the snapshot's columns.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from baton.router.placement.placement import (
 )
 
 ADAPTER_SECONDS = 0.4
-"""What a worker takes to load an adapter: one of 84 MB, from files in the page cache."""
+"""Seconds to load an adapter: measured with one of 84 MB, from files in the page cache."""
 
 ALWAYS_SECONDS = 60.0
-"""How long a prompt may wait for pages that are fetched whatever they save."""
+"""How long a prompt may wait for fetched pages with FetchPages.ALWAYS."""
 
 
 class Pair(NamedTuple):
     cost: float
-    # Rows.
-    prefill: int
-    decode: int
+    prefill: int  # row
+    decode: int  # row
 
 
 class PrefillScores:
-    """How soon each prefill worker would have the first token, by row."""
+    """Predicts the first token's time on each prefill worker, by row."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         workers, costs, tokens = snapshot.prefill, snapshot.costs.prefill, snapshot.prompt_tokens
         self._snapshot = snapshot
-        # Tokens of the prompt that need not be computed, and the seconds of the others.
+        # Prompt tokens that need not be computed, and the seconds to compute the others.
         self.cached_tokens = _listed(workers.cached_tokens)
         self.most_cached = max(self.cached_tokens, default=0)  # without fetches
         compute = _evaluate(
@@ -58,11 +57,10 @@ class PrefillScores:
         )
         self.compute = _listed(compute)
         wait = _evaluate(costs.wait, workers.pending_tokens, workers.saved_tokens)
-        if len(workers.lacks_adapter):  # A load runs beside the compute of earlier prompts.
+        if len(workers.lacks_adapter):  # It loads while earlier prompts are computed.
             wait = _evaluate(_with_load, wait, workers.lacks_adapter)
-        # From now on.
         self.first_token = _listed(_evaluate(add, compute, wait))
-        # Where fetching takes less than computing.
+        # By row, if fetching is predicted to take less time than computing.
         self.fetches: dict[int, FetchPlan] = {}
         if snapshot.fetch is not FetchPages.NEVER and snapshot.strategy is Strategy.KV_AWARE:
             self._consider_fetches()
@@ -72,21 +70,22 @@ class PrefillScores:
         return Forecast(self.first_token[row], pending, self.cached_tokens[row])
 
     def costs(self) -> list[float]:
-        """First-token times, plus what the prompt's compute costs requests on decode workers."""
+        """Returns first-token times plus what the prompt's compute costs requests on decode
+        workers."""
         snapshot = self._snapshot
         if snapshot.strategy is Strategy.ROUND_ROBIN:
             return [0.0] * len(self.compute)
         if snapshot.strategy is Strategy.LEAST_LOADED:
             return _listed(snapshot.prefill.pending_tokens)
-        share = snapshot.costs.interference(*_requests_beside(snapshot))
+        share = snapshot.costs.interference(*_count_decode_requests(snapshot))
         return [
             first + own * share for first, own in zip(self.first_token, self.compute, strict=True)
         ]
 
     def _consider_fetches(self) -> None:
-        """A prefill worker fetches pages from a decode worker that holds more of the prompt, as
-        after an answer, if that takes less than computing them. The fetch runs beside the compute
-        of earlier prompts, so only the rest adds to the wait."""
+        """Plans fetches from decode workers that hold more of the prompt, for example after an
+        answer, if that takes less time than computing. A fetch overlaps with the compute of
+        earlier prompts, so only the rest adds to the wait."""
         workers = self._snapshot.decode
         columns = _listed(workers.cached_tokens), _listed(workers.saved_tokens), workers.worker_ids
         held = [(cached - saved, name) for cached, saved, name in zip(*columns, strict=True)]
@@ -100,7 +99,7 @@ class PrefillScores:
 
     def _consider_fetch(self, row: int, near: int, holder: str) -> None:
         snapshot, costs, workers = self._snapshot, self._snapshot.costs, self._snapshot.prefill
-        # What the prefill worker has in its second tier is fetched too, not restored.
+        # Pages in the prefill worker's second tier are fetched too, not restored.
         tokens = near - (self.cached_tokens[row] - int(workers.saved_tokens[row]))
         pages, held_pages = snapshot.pages_after(near, near - tokens), near // snapshot.page_size
         compute = costs.prefill.seconds(snapshot.prompt_tokens - near, near)
@@ -120,7 +119,7 @@ class PrefillScores:
 
 
 class DecodeScores:
-    """What an answer costs on each decode worker, by row."""
+    """Predicts an answer's cost on each decode worker, by row."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         costs, workers, prompt = snapshot.costs, snapshot.decode, snapshot.prompt_tokens
@@ -139,7 +138,7 @@ class DecodeScores:
         columns = workers.requests, workers.leased_pages, workers.waiting, workers.free_pages
         self._snapshot = snapshot
         self._aware = snapshot.strategy is Strategy.KV_AWARE
-        # The wait for room, and the answer's steps beside the others.
+        # The wait for pages and a place in the batch, and the answer's steps among the others.
         if self._aware:
             self._answers = _evaluate(answer, *columns, workers.cached_tokens)
         else:
@@ -148,9 +147,9 @@ class DecodeScores:
         self._transfers = _evaluate(transfer, workers.cached_tokens)
 
     def costs(self, compute: float) -> list[float]:
-        """Costs of answers whose pages travel behind `compute` seconds. They include the wait for
-        the last page once the prompt is computed, or for prompts in local prefill. Pages of the
-        second tier are restored meanwhile."""
+        """Returns the costs of answers whose transfer hides behind `compute` seconds. They include
+        the wait, after the prompt's compute, for the last page or for prompts in local prefill.
+        Pages of the second tier are restored meanwhile."""
         if not self._aware:
             return self.answers
         workers, costs = self._snapshot.decode, self._snapshot.costs
@@ -163,7 +162,7 @@ class DecodeScores:
 
         columns = workers.saved_tokens, workers.pending_tokens
         found = _evaluate(cost, self._answers, self._transfers, *columns)
-        if len(workers.lacks_adapter):  # A load runs beside the prompt's compute.
+        if len(workers.lacks_adapter):  # It loads while the prompt is computed.
             found = _evaluate(
                 lambda known, lacks: known + larger(ADAPTER_SECONDS * lacks - compute, 0.0),
                 found,
@@ -172,13 +171,13 @@ class DecodeScores:
         return _listed(found)
 
     def best_local(self, rows: list[int]) -> tuple[float, int]:
-        """The cost and the row of the best decode worker for local prefill, during which its other
-        requests stand still.
+        """Returns the cost and the row of the best decode worker for local prefill, during which
+        its other requests wait.
 
-        Scored as if no prefill worker were busy. Where both pools share hardware, what a prompt on
-        a prefill worker costs prompts here is charged to that prompt (`Costs.interference`).
-        Otherwise a few prompts there, which have priority, would make local prefill look slow and
-        draw all others after them.
+        Scored as if no prefill worker were busy. If both pools share hardware, a prompt on a
+        prefill worker is charged with what it costs prompts here (`Costs.interference`). Otherwise
+        a few prompts there, which have priority, would make local prefill look slow and attract
+        all others.
         """
         snapshot, workers = self._snapshot, self._snapshot.decode
         costs, tokens = snapshot.costs, snapshot.prompt_tokens
@@ -188,7 +187,7 @@ class DecodeScores:
         ) -> float:
             first = costs.local.seconds(tokens - cached, cached, pending, saved)
             prefill = costs.local.seconds(tokens - cached, cached)
-            # Each running request still gets one token meanwhile. Prompts in prefill came before.
+            # Each running request still gets one token meanwhile. Earlier prompts are in `first`.
             still = running * larger(prefill - costs.step_seconds(running, leased), 0.0)
             return first + still + answer
 
@@ -205,7 +204,7 @@ class DecodeScores:
 
 
 def _with_load(wait: Any, lacks: Any) -> Any:
-    """The wait for earlier prompts, and for an adapter that is loaded meanwhile."""
+    """Returns the wait for earlier prompts and for an adapter that loads meanwhile."""
     return larger(wait, ADAPTER_SECONDS * lacks)
 
 
@@ -214,8 +213,8 @@ def _after_load(seconds: Any, lacks: Any) -> Any:
 
 
 def _load_costs(snapshot: Snapshot) -> list[float]:
-    """Costs of answers for the other strategies. Least loaded: the fewest requests, then the most
-    free pages."""
+    """Returns costs of answers for the other strategies. Least loaded prefers the fewest requests,
+    then the most free pages."""
     workers = snapshot.decode
     if snapshot.strategy is not Strategy.LEAST_LOADED:
         return [0.0] * len(workers.worker_ids)
@@ -230,9 +229,9 @@ def best_pair(
     prefill_rows: list[int],
     decode_rows: list[int],
 ) -> Pair | None:
-    """The cheapest connected pair of these rows. Most pairs are never scored: after a prefill
-    worker that reaches all others, only one whose longer compute hides more of the transfer can
-    do better, and none beyond the cost of the best pair."""
+    """Returns the cheapest connected pair of these rows. Skips most pairs: after a prefill worker
+    that reaches all decode workers, only one with longer compute, which hides more of the
+    transfer, can do better, and none whose own cost exceeds that of the best pair."""
     if not prefill_rows or not decode_rows:
         return None
     names, reaches, ahead = snapshot.decode.worker_ids, snapshot.prefill.reaches, prefill.costs()
@@ -261,7 +260,7 @@ def best_pair(
 
 
 def preferred(snapshot: Snapshot, rows: list[int], cached: Column) -> list[int]:
-    """Orders rows for ties: most cached first, then a different one each turn."""
+    """Orders rows for ties: most cached first, then another one each turn."""
     start = snapshot.turn % len(rows)
     turned = rows[start:] + rows[:start]
     if snapshot.strategy is Strategy.KV_AWARE:
@@ -281,8 +280,6 @@ def forecast_local(snapshot: Snapshot, row: int) -> Forecast:
 
 
 class PredictedSeconds(NamedTuple):
-    """Seconds until something is done."""
-
     waiting: float  # for other requests
     own: float
 
@@ -292,13 +289,14 @@ class PredictedSeconds(NamedTuple):
 
 
 def earliest_answer(snapshot: Snapshot) -> PredictedSeconds:
-    """Time to the last token on the fastest workers, whether or not they have room."""
+    """Predicts the time to the last token on the fastest workers, full or not."""
     first, rest = earliest_first_token(snapshot), _shortest_decode(snapshot)
     return PredictedSeconds(first.waiting + rest.waiting, first.own + rest.own)
 
 
 def _shortest_decode(snapshot: Snapshot) -> PredictedSeconds:
-    """From the first token to the last: the wait for room, and the answer's own steps."""
+    """Predicts the time from the first token to the last: the wait for pages and a place in the
+    batch, and the answer's own steps."""
     costs, workers = snapshot.costs, snapshot.decode
     tokens = min(snapshot.tokens_wanted - 1, costs.answer_tokens)
     if not costs.knows_answers or tokens <= 0:
@@ -315,7 +313,7 @@ def _shortest_decode(snapshot: Snapshot) -> PredictedSeconds:
 
 
 def earliest_first_token(snapshot: Snapshot) -> PredictedSeconds:
-    """Time to the first token on the fastest worker, whether or not it has room."""
+    """Predicts the time to the first token on the fastest worker, full or not."""
     scores = PrefillScores(snapshot)
     firsts, computes = scores.first_token, scores.compute
     if snapshot.local is not LocalPrefill.NEVER:
@@ -338,7 +336,8 @@ def _local_columns(snapshot: Snapshot) -> tuple[Column, Column, Column]:
 
 
 def _local_first_token(snapshot: Snapshot) -> Callable[[int, int, int], float]:
-    """Seconds to the first token by local prefill, beside the prefill workers that are busy."""
+    """Returns a formula for the first token's seconds by local prefill, while the current prefill
+    workers are busy."""
     costs, tokens = snapshot.costs.local, snapshot.prompt_tokens
     busy_prefill = sum(pending > 0 for pending in _listed(snapshot.prefill.pending_tokens))
 
@@ -348,8 +347,8 @@ def _local_first_token(snapshot: Snapshot) -> Callable[[int, int, int], float]:
     return seconds
 
 
-def _requests_beside(snapshot: Snapshot) -> tuple[int, int]:
-    """Requests on decode workers that only decode, and on those that prefill too."""
+def _count_decode_requests(snapshot: Snapshot) -> tuple[int, int]:
+    """Counts requests on decode workers that only decode, and on those that also prefill."""
     workers = snapshot.decode
     if not any(_listed(workers.pending_tokens)):
         return sum(_listed(workers.running)), 0
@@ -364,7 +363,7 @@ def _requests_beside(snapshot: Snapshot) -> tuple[int, int]:
 
 
 def _evaluate(formula: Callable[..., Any], *columns: Column) -> Any:
-    """A column of the formula for each row: for all at once where columns are arrays."""
+    """Applies the formula to each row; to all at once if columns are arrays."""
     if isinstance(columns[0], numpy.ndarray):
         return formula(*columns)
     return list(map(formula, *columns))

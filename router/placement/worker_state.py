@@ -1,11 +1,11 @@
-"""What a router knows of one worker's prefix cache and prompt queue. Pure: no I/O.
+"""A router's view of one worker's prefix cache and prompt queue. Pure: no I/O.
 
 The cache index follows a worker's cache events, which are numbered:
 
     nothing known ─reset─▶ known ─number skipped─▶ doubtful ─reset─▶ known …
 
-In doubt, the index is still used and updated; a reset is requested once, and again if none
-comes for many messages. A wrong entry costs a worse placement, never a wrong answer.
+A doubtful index is still used and updated; a reset is requested once, and again if none comes for
+many messages. A wrong entry costs a worse placement, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ ASK_AGAIN_AFTER = 100
 class CacheIndex:
     """The keys of one worker's cached pages: in its pool, in its second tier, or pending.
 
-    Pages of a prompt that is on its way to the worker are pending. They count as held: the worker
-    computes nothing twice.
+    Pages of a prompt that is on its way to the worker are pending. They count as cached: the
+    worker computes no page twice.
     """
 
     def __init__(self) -> None:
-        # A dict of bytes and None is not walked by the garbage collector; a set would be, and a
-        # million keys take it a tenth of a second.
+        # Dicts of bytes and None, since the garbage collector does not walk these: a set of a
+        # million keys takes it 0.1 s.
         self._pool: dict[bytes, None] = {}
-        self._saved: dict[bytes, None] = {}  # in the second tier alone
-        self._pending: dict[bytes, int] = {}  # and for how many requests
+        self._saved: dict[bytes, None] = {}  # only in the second tier
+        self._pending: dict[bytes, int] = {}  # number of requests by key
         self._number: int | None = None  # of the last message; None before the first
-        self._asked_at: int | None = None  # while a reset is awaited
-        self.windowed = False  # all layers have windows: a prefix is held by its end
+        self._asked_at: int | None = None  # message at which a reset was requested, until it comes
+        self.windowed = False  # all layers have windows: only a prefix's last pages are held
 
     def __len__(self) -> int:
         return len(self._pool) + len(self._saved)
 
     def apply(self, events: pb.CacheEvents) -> bool:
-        """Applies a message. Returns whether to request a reset from the worker."""
+        """Applies a message. Returns True if a reset is to be requested from the worker."""
         if events.reset:
             self._pool = dict.fromkeys(events.stored)
             self._saved = dict.fromkeys(events.kept)
@@ -60,21 +60,21 @@ class CacheIndex:
         return self._must_ask(events.number, missed=not is_next)
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many pages at the front of a chain are held anywhere."""
+        """Counts the leading pages of a chain that are held anywhere."""
         if not self._saved:
             return self.leading_in_pool(keys)
         either: ChainMap[bytes, None] = ChainMap(self._pool, self._saved)
         return max(self.leading_in_pool(keys), self._leading(keys, either))
 
     def leading_in_pool(self, keys: Sequence[bytes]) -> int:
-        """How many pages at the front of a chain are held without a restore."""
+        """Counts the leading pages of a chain that need no restore."""
         held = self._leading(keys, self._pool)
         return max(held, self._leading(keys, self._pending)) if self._pending else held
 
     def _leading(self, keys: Sequence[bytes], known: Container[bytes]) -> int:
         if self.windowed:
-            places = range(len(keys), 0, -1)
-            return next((place for place in places if keys[place - 1] in known), 0)
+            counts = range(len(keys), 0, -1)
+            return next((count for count in counts if keys[count - 1] in known), 0)
         return _leading(keys, known)
 
     @property
@@ -82,12 +82,12 @@ class CacheIndex:
         return bool(self._saved)
 
     def add_pending(self, keys: Sequence[bytes]) -> None:
-        """A prompt with these pages is sent to the worker."""
+        """Adds the pages of a prompt that is sent to the worker."""
         for key in keys:
             self._pending[key] = self._pending.get(key, 0) + 1
 
     def remove_pending(self, keys: Sequence[bytes]) -> None:
-        """The request has ended: from now on events alone count."""
+        """Removes the pending pages of a request that has ended."""
         for key in keys:
             count = self._pending.pop(key) - 1
             if count:
@@ -109,8 +109,8 @@ def _move(keys: Collection[bytes], to: dict[bytes, None], out_of: dict[bytes, No
 
 
 def _leading(keys: Sequence[bytes], known: Container[bytes]) -> int:
-    """Bisects, since caches hold a prefix from its front and evict it from its end: ten lookups for
-    512 pages. Where a page is missing in the middle, the result may be too large."""
+    """Bisects, since caches evict a prefix from its end: ten lookups for 512 pages. If a page is
+    missing in the middle, the result may be too large."""
     if not keys or keys[0] not in known:
         return 0
     if keys[-1] in known:
@@ -127,7 +127,7 @@ def _leading(keys: Sequence[bytes], known: Container[bytes]) -> int:
 
 @dataclass(eq=False, slots=True)
 class QueuedPrompt:
-    """A prompt sent to a worker and not computed yet."""
+    """A prompt that was sent to a worker and is not computed yet."""
 
     tokens: int
     cached_tokens: int
@@ -139,12 +139,12 @@ class QueuedPrompt:
 
 
 class PromptQueue:
-    """How many prompt tokens a worker has yet to compute, from two sources.
+    """Estimates the prompt tokens that a worker has yet to compute, from two sources.
 
-    The router knows what it has sent, how much of that is cached, and which prompts have their
-    first token. The worker's periodic report covers other routers' prompts and the progress of
-    the current one, but counts cached tokens until it starts with them. A prompt is covered by
-    reports once two have come since it was sent: the first may be older than the prompt.
+    The router knows which prompts it has sent, how much of them is cached, and which have their
+    first token. The worker's periodic report includes other routers' prompts and the progress of
+    the current one, but counts cached tokens until their prompt starts. Two reports after it was
+    sent, a prompt is included: the first report may be older than the prompt.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -152,8 +152,7 @@ class PromptQueue:
         self._prompts: set[QueuedPrompt] = set()
         self._reported = 0
         self._changed = False  # since the last report
-        # Whether there was no prompt between the last two reports.
-        self.was_empty = True
+        self.was_empty = True  # between the last two reports
         self._busy_seconds = 0.0
         self._counted_until = clock()
 
@@ -168,13 +167,13 @@ class PromptQueue:
         return prompt
 
     def remove(self, prompt: QueuedPrompt) -> None:
-        """The prompt is computed, or never will be."""
+        """Removes a prompt that is computed or given up."""
         self._count()
         self._prompts.discard(prompt)
         self._changed = True
 
     def report(self, queued_tokens: int) -> None:
-        """The worker's report."""
+        """Applies the worker's report."""
         self._count()
         self._reported = queued_tokens
         self.was_empty = not (self._prompts or self._changed)
@@ -184,7 +183,7 @@ class PromptQueue:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds, in total, during which there was a prompt."""
+        """Total seconds during which there was a prompt."""
         self._count()
         return self._busy_seconds
 
