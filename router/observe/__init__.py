@@ -1,1 +1,1 @@
-"""Measures requests: ledgers while they run; metrics, trends and spans from them."""
+"""Measures requests: keeps a ledger of each, and makes metrics, trends and spans of them."""

@@ -1,9 +1,9 @@
-"""What limits a cluster, and what to change: a pure function of measurements.
+"""Finds what limits a cluster and what to change: a pure function of measurements.
 
-A cluster is bound by what its requests wait for. Where they hardly wait, it keeps up or is idle.
+A cluster is bound by what its requests wait for. If they hardly wait, it keeps up or is idle.
 Decode engines compute whenever there is an answer to continue, however small the batch, so busy
-decode engines alone mean nothing. Nor does a request that is alone on its worker: another worker
-would not shorten its waits.
+decode engines alone are no sign of a limit. Nor are waits of a request that is alone on its
+worker: another worker would not shorten them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import TypeAlias
 from baton.v1 import cluster_pb2 as pb
 
 IDLE_SHARE = 0.1
-"""Engines that are busy less than this are idle."""
+"""Engines with a lower busy share are idle."""
 BUSY_SHARE = 0.85
-"""Engines that are busy more than this have no time left."""
+"""Engines with a higher busy share have no time left."""
 FELT_SHARE = 0.15
-"""A wait matters when it is this share of the TTFT."""
+"""A wait matters from this share of the TTFT on."""
 LONG_SECONDS = 0.05
-"""A wait that matters also where each worker has one request at most just now."""
+"""Longer waits matter even if no worker has several requests at the moment."""
 FULL_SHARE = 0.1
-"""A pool with fewer free pages than this is full."""
+"""A pool with a smaller share of free pages is full."""
 LARGE_BATCH = 8
 """With this many requests in a step, a smaller batch would take less time."""
 TARGET_SHARE = 0.7
-"""How busy prefill should be, so that bursts do not wait."""
+"""The busy share of prefill with which bursts do not wait."""
 FEW_CACHED = 0.05
+"""With a smaller cached share of prompt tokens, a better use of the cache is advised."""
 
 Bound: TypeAlias = pb.Bound.ValueType
 Advise: TypeAlias = Callable[[pb.Diagnosis], list[str]]
@@ -36,7 +37,7 @@ Advise: TypeAlias = Callable[[pb.Diagnosis], list[str]]
 def diagnose(
     traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queued: int
 ) -> pb.Diagnosis:
-    """`queued` requests wait in the router."""
+    """Diagnoses a cluster; `queued` requests wait in the router."""
     seen = pb.Diagnosis(traffic=traffic, prefill=prefill, decode=decode)
     seen.bound = _bound(seen, queued)
     seen.sentence, advise = _VERDICTS[seen.bound]
@@ -67,17 +68,17 @@ def _bound(seen: pb.Diagnosis, queued: int) -> Bound:
 
 
 def _shared(pool: pb.PoolLoad) -> bool:
-    """Whether some of its workers must have more than one request."""
+    """True if some of its workers must have several requests."""
     return pool.waiting + pool.running > pool.workers
 
 
 def _batch(decode: pb.PoolLoad) -> float:
-    """Requests that a step serves."""
+    """Returns the mean number of requests in a step."""
     return decode.running / decode.workers
 
 
 def _waits(seen: pb.Diagnosis) -> list[tuple[float, Bound]]:
-    """Average waits of an answer. In the router's queue it waits for the pool without room."""
+    """Returns mean waits of an answer. The wait in the router's queue counts for the full pool."""
     traffic, decode = seen.traffic, seen.decode
     at_prefill = traffic.prefill_wait_seconds
     at_decode = traffic.reserve_seconds + traffic.admit_seconds
@@ -162,7 +163,7 @@ def _ms(seconds: float) -> str:
 
 
 def _switch_one(name: str, pool: pb.PoolLoad) -> list[str]:
-    """Advice to take a worker from the other pool, where that is hardly busy."""
+    """Advises to take a worker from the other pool if that is hardly busy."""
     if pool.workers < 2 or pool.busy_share >= TARGET_SHARE / 2:
         return []
     return [f"or move one over: {name}'s {pool.workers} compute {pool.busy_share:.0%} of the time"]
@@ -171,7 +172,7 @@ def _switch_one(name: str, pool: pb.PoolLoad) -> list[str]:
 def _for_workers(seen: pb.Diagnosis) -> list[str]:
     pools = (("prefill", seen.prefill), ("decode", seen.decode))
     missing = " and ".join(name for name, pool in pools if not pool.workers)
-    return [f"start {missing} workers, or see with `baton status` what is wrong with them"]
+    return [f"start {missing} workers, or run `baton status` to see why they cannot be used"]
 
 
 def _for_prefill(seen: pb.Diagnosis) -> list[str]:
@@ -214,7 +215,7 @@ def _for_decode(seen: pb.Diagnosis) -> list[str]:
 
 
 def _gain(seen: pb.Diagnosis) -> str:
-    """What one decode worker more would change."""
+    """Says what one more decode worker would change."""
     decode = seen.decode
     if _batch(decode) >= 2:
         after = decode.running / (decode.workers + 1)
@@ -222,7 +223,7 @@ def _gain(seen: pb.Diagnosis) -> str:
     wait = next(wait for wait, bound in _waits(seen) if bound == pb.BOUND_DECODE)
     return (
         f"requests that wait for pages or a batch ({decode.waiting} now, {_ms(wait)} on average)"
-        " would have another worker's"
+        " could use the new worker's"
     )
 
 
@@ -230,8 +231,8 @@ def _for_transfer(seen: pb.Diagnosis) -> list[str]:
     traffic = seen.traffic
     speed = traffic.transferred_bytes / max(traffic.transfer_seconds, 1e-9) / 1e9
     return [
-        f"pages move at {speed:.2f} GB/s: see with `baton doctor` which transport is used and"
-        " what it reaches",
+        f"pages move at {speed:.2f} GB/s: run `baton doctor` to see which transport is used and"
+        " how fast it is",
         "keep prefill and decode workers that serve each other on one host, or on one fast network",
         "a smaller prefill.chunk_tokens starts the transfer earlier, behind the chunks that follow",
     ]

@@ -1,4 +1,4 @@
-"""Where each request's time goes: marks on the router's clock, and durations that workers report.
+"""Records where each request's time goes: marks on the router's clock, and workers' durations.
 
     arrived ── parsed ── ready ── placed ── first ── first_text ── first_written
                                               │
@@ -30,32 +30,32 @@ MAX_TRACEPARENT = 64
 
 @dataclass(slots=True)
 class AnswerLedger:
-    """The ledger of one answer. Marks are of time.monotonic(), and 0 until they are made."""
+    """The ledger of one answer. Marks are of time.monotonic(), and 0 until they are set."""
 
     arrived: float
     parsed: float = 0.0
-    ready: float = 0.0  # the prompt is tokens
-    placed: float = 0.0  # for the last time before the first token
-    first: float = 0.0  # token
+    ready: float = 0.0  # the prompt is tokenized
+    placed: float = 0.0  # the last placement before the first token
+    first: float = 0.0  # the first token
     first_text: float = 0.0
     first_written: float = 0.0
-    second: float = 0.0  # tokens after the first
-    last: float = 0.0  # tokens so far
+    second: float = 0.0  # the first tokens after the first
+    last: float = 0.0  # the latest tokens
     last_text: float = 0.0
     ended: float = 0.0
 
-    # Measured here.
+    # Measured by the router.
     template_seconds: float = 0.0
     tokenize_seconds: float = 0.0
     text_seconds: float = 0.0  # of all tokens
     write_seconds: float = 0.0  # of all messages
     longest_gap: float = 0.0
     lost_before: float = 0.0  # in attempts that ended before the first token
-    lost_after: float = 0.0  # from a token to the next, where an attempt ended between them
+    lost_after: float = 0.0  # gaps between tokens in which an attempt ended
     reserve_seconds: float = 0.0  # from the placement to the ticket
-    held_seconds: float = 0.0  # the first token, while a hit was verified
+    held_seconds: float = 0.0  # the first token was held back while a hit was verified
 
-    # Reported by workers, of the attempt that brought the first token.
+    # Reported by workers, for the attempt that gave the first token.
     prefill_wait: float = 0.0  # includes the wait for fetched pages
     fetch_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -65,16 +65,16 @@ class AnswerLedger:
     admit_seconds: float = 0.0
     first_decode_seconds: float = 0.0
 
-    response_cache: timing_pb2.ResponseCache | None = None  # where the answer came from it
+    response_cache: timing_pb2.ResponseCache | None = None  # set if the answer came from it
     refused_hit: timing_pb2.RefusedHit | None = None
     placement: Placement | None = None
     attempts: int = 0
-    retry_reason: str = ""  # of the last attempt but the first
+    retry_reason: str = ""  # why there was a retry, the last time
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
-    accepted_tokens: int = 0  # of these, those that were guessed
-    rejected_tokens: int = 0  # that were guessed and wrong
+    accepted_tokens: int = 0  # tokens that were guessed
+    rejected_tokens: int = 0  # wrong guesses
     bytes: int = 0
     finished: bool = False  # the answer is complete
     _recovering: bool = False
@@ -86,7 +86,7 @@ class AnswerLedger:
 
     @property
     def exposed_reserve(self) -> float:
-        """The wait for decode's pages that was left when the first token came."""
+        """The part of the wait for decode's pages that was left after the first token."""
         return max(self.placed + self.reserve_seconds - self.first, 0.0)
 
     def prepare(self, template_seconds: float, tokenize_seconds: float, tokens: int) -> None:
@@ -96,7 +96,7 @@ class AnswerLedger:
         self.prompt_tokens = tokens
 
     def place(self, placement: Placement) -> None:
-        """An attempt begins."""
+        """Notes the placement of an attempt."""
         self.attempts += 1
         if placement.code is Reason.RETRY:
             self.retry_reason = placement.reason
@@ -106,15 +106,15 @@ class AnswerLedger:
             self.reserve_seconds = 0.0
 
     def replay(self, cache: timing_pb2.ResponseCache) -> None:
-        """The answer was found in the response cache, possibly after its placement, and after
-        tokens that were held back."""
+        """Resets what was measured of attempts: the answer was found in the response cache, perhaps
+        after its placement and after tokens that were held back."""
         for each in fields(self):
-            if each.name not in _OF_THE_PROMPT:
+            if each.name not in _PROMPT_FIELDS:
                 setattr(self, each.name, each.default)
         self.response_cache = cache
 
     def lose(self) -> None:
-        """An attempt has failed, and another may begin."""
+        """Notes a failed attempt, before a retry."""
         if self.first:
             self._recovering = True
         else:
@@ -122,7 +122,7 @@ class AnswerLedger:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the first token came in an earlier attempt: later ones change nothing."""
+        """True if an earlier attempt gave the first token: later ones change no durations."""
         return self.attempts > 1 and self.first > 0.0
 
     def note_reserved(self) -> None:
@@ -142,7 +142,7 @@ class AnswerLedger:
             self.exposed_seconds = pushed.exposed_seconds
 
     def note_step(self, step: pb.StepTokens) -> None:
-        """A worker's times of a step; only those of the first steps are kept."""
+        """Notes a worker's durations of the first steps; ignores later ones."""
         if self.second or self._is_settled:
             return
         if self.placement is None or self.placement.prefill:
@@ -157,7 +157,7 @@ class AnswerLedger:
         self.rejected_tokens += guessed - accepted
 
     def note_tokens(self, tokens: int) -> None:
-        """New tokens have arrived."""
+        """Notes the arrival of tokens."""
         now = time.monotonic()
         if not self.first:
             self.first = now
@@ -174,7 +174,7 @@ class AnswerLedger:
         self.tokens += tokens
 
     def note_text(self, *, finished: bool) -> None:
-        """The text of the new tokens is ready."""
+        """Notes that the new tokens are turned into text."""
         now = self.last_text = time.monotonic()
         self.text_seconds += now - self.last
         if not self.first_text:
@@ -182,7 +182,7 @@ class AnswerLedger:
         self.finished = finished
 
     def write(self, began: float) -> None:
-        """The answer so far has been written to the client."""
+        """Notes that the answer so far was written to the client, from `began` until now."""
         now = time.monotonic()
         self.write_seconds += now - began
         if not self.first_written and self.first:
@@ -191,7 +191,7 @@ class AnswerLedger:
             self.ended = now
 
 
-_OF_THE_PROMPT = {
+_PROMPT_FIELDS = {
     "arrived",
     "parsed",
     "ready",
@@ -202,7 +202,7 @@ _OF_THE_PROMPT = {
 
 
 def rounded(similarity: float) -> float:
-    """Rounds down, so that it never seems higher than it is."""
+    """Rounds down, so that a similarity never looks higher than it is."""
     return math.floor(similarity * 1e4) / 1e4
 
 
@@ -219,13 +219,13 @@ class RequestLedger:
         traceparent: str = "",
         model: str = "",
     ) -> None:
-        """For a call that came at `arrived` and has now been parsed."""
+        """Begins the ledger of a call that arrived at `arrived` and is now parsed."""
         parsed = time.monotonic()
         self.request_id = request_id
         self.arrived = arrived
         self.arrived_at = time.time()
         self.answers = [AnswerLedger(arrived, parsed) for _ in range(answers)]
-        self.owner = owner  # the API key's name, where keys are required
+        self.owner = owner  # the API key's name, if keys are required
         self.traceparent = traceparent[:MAX_TRACEPARENT]  # the caller's trace (W3C), if any
         self.model = model  # the name of the model or the adapter
         self.outcome = ""
@@ -233,12 +233,12 @@ class RequestLedger:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Request ids are unique for one owner only."""
+        """The key of the ledger: request ids are unique only for one owner."""
         return self.owner, self.request_id
 
     @property
     def cache_header(self) -> str:
-        """Describes a call whose answers all came from the response cache; else empty."""
+        """The cache header of a call whose answers all came from the response cache; else ""."""
         found = [each.response_cache for each in self.answers if each.response_cache]
         if len(found) < len(self.answers):
             return ""
@@ -246,12 +246,12 @@ class RequestLedger:
         similar = [each.similarity for each in found if each.HasField("similarity")]
         if not similar:
             return f"exact; age={age:.0f}"
-        # Of several answers, the least sure says what the call is.
+        # Several answers are described by the least certain one.
         verified = "; verified" if all(each.verified for each in found) else ""
         return f"semantic; similarity={rounded(min(similar))}; age={age:.0f}{verified}"
 
     def end(self) -> None:
-        """The last byte has been written. The first call counts."""
+        """Notes that the last byte was written. Later calls have no effect."""
         if not self.ended:
             self.ended = time.monotonic()
             alone = len(self.answers) == 1
@@ -269,8 +269,8 @@ class Ledgers:
 
     @contextmanager
     def keep(self, ledger: RequestLedger) -> Iterator[RequestLedger]:
-        """Ends the ledger on exit. A refused request is dropped, so that in an overload those
-        that were served stay."""
+        """Ends the ledger on exit. Drops refused requests, which would displace served ones in an
+        overload."""
         self._kept.pop(ledger.name, None)
         self._kept[ledger.name] = ledger
         if len(self._kept) > self._limit:
@@ -289,7 +289,7 @@ class Ledgers:
         self._listener = listener
 
     def find(self, request_id: str, owner: str | None = None) -> RequestLedger | None:
-        """The latest request with this id, of one owner or of any."""
+        """Returns the latest request with this id, of one owner or of any."""
         if owner is not None:
             return self._kept.get((owner, request_id))
         newest_first = reversed(self._kept.values())

@@ -108,7 +108,7 @@ class RouterMetrics:
             registry=self.registry,
         )
         self._seconds = self._counter(names.TRANSFER_SECONDS)
-        # Prometheus sees no rise in a series that begins with it.
+        # Series for alerts begin at 0: Prometheus sees no increase in a series' first value.
         for reason in (Internal.reason, WorkerLost.reason):
             self._retries.labels(reason=reason)
             self.requests.labels(outcome=reason)
@@ -116,7 +116,7 @@ class RouterMetrics:
             self.requests.labels(outcome=error.reason)
 
     def watch(self, links: Iterable[WorkerLink]) -> None:
-        """Adds the workers' gauges, so that one scrape shows the cluster."""
+        """Adds the workers' gauges, so that a router's metrics cover the cluster."""
         self.registry.register(_WorkerGauges(links))
 
     def queued(self, phase: str, seconds: float) -> None:
@@ -132,7 +132,8 @@ class RouterMetrics:
         self._exposed.observe(pushed.exposed_seconds)
 
     def cached(self, where: str, tokens: int) -> None:
-        """Cached tokens of a prompt, on the worker that prefills ("prefill") or on "decode"."""
+        """Counts a prompt's cached tokens, on the worker that prefills ("prefill") or on
+        "decode"."""
         self._cached.labels(where=where).inc(tokens)
 
     def forecast(self, predicted: float, measured: float) -> None:

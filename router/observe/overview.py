@@ -32,11 +32,11 @@ class RouterOverview:
     began: float = field(default_factory=time.monotonic)
 
     def status(self, caller: Caller) -> pb.StatusResponse:
-        """The status of the models that the caller may use."""
+        """Returns the status of the models that the caller may use."""
         return self._status(self._shown(caller)) if caller.admin else self.public_status(caller)
 
     def public_status(self, caller: Caller) -> pb.StatusResponse:
-        """The status without addresses and paths, which are for admins."""
+        """Returns the status without addresses and fault details, which only admins see."""
         status = self._status(self._shown(caller))
         for worker in status.workers:
             worker.member.address = ""
@@ -66,7 +66,7 @@ class RouterOverview:
         )
 
     def pools(self, pools: pb.PoolsResponse, caller: Caller) -> pb.PoolsResponse:
-        """What the controller says of the models that the caller may use."""
+        """Restricts the controller's answer to the models that the caller may use."""
         if caller.admin or not caller.key.models:
             return pools
         shown = {model.name for model in self._shown(caller)}
@@ -79,7 +79,7 @@ class RouterOverview:
         )
 
     def metrics_addresses(self) -> list[str]:
-        """The metrics addresses of workers."""
+        """Lists the workers' metrics addresses."""
         links = (link for model in self.models for link in model.membership.links)
         addresses = (link.welcome.metrics_address for link in links if link.welcome)
         return sorted(filter(None, addresses))
@@ -96,13 +96,14 @@ class RouterOverview:
         return found
 
     def _shown(self, caller: Caller) -> list[ServedModel]:
-        """The models that the caller may use, or may use an adapter of; an admin sees all."""
+        """Returns the models of which the caller may use the base or an adapter; all for an
+        admin."""
         may_use = caller.key.may_use
         return [each for each in self.models if caller.admin or any(map(may_use, each.names))]
 
     def model(self, name: str, caller: Caller) -> ServedModel:
-        """The model of a name; without one, the busiest. Raises for one that is not shown to the
-        caller."""
+        """Returns the model of that name; for an empty name, the busiest. Raises if the caller may
+        not see it."""
         shown = self._shown(caller)
         if found := [model for model in shown if model.name == name]:
             return found[0]
@@ -115,7 +116,7 @@ class RouterOverview:
         return max(shown, key=lambda model: model.serving.trends.traffic().answers)
 
     def timing(self, request_id: str, caller: Caller) -> timing_pb2.RequestTiming:
-        """The time breakdown of one of the caller's own requests; an admin sees all."""
+        """Returns the time breakdown of one of the caller's requests; of any for an admin."""
         owner = None if caller.admin else caller.key.name
         ledger = self.activity.ledgers.find(request_id, owner)
         if ledger is None:
@@ -125,7 +126,7 @@ class RouterOverview:
         return request_timing(ledger)
 
     def recent(self, limit: int = 0) -> list[timing_pb2.RequestTiming]:
-        """Newest first, without their phases."""
+        """Returns the latest requests, newest first, without their phases."""
         ledgers = self.activity.ledgers.recent(limit or RECENT_REQUESTS)
         return [request_timing(ledger, phases=False) for ledger in ledgers]
 

@@ -1,7 +1,7 @@
 """OpenTelemetry: each request as a trace, its phases as spans, sent to an OTLP endpoint.
 
-Spans are made from a request's ledger when it has ended, and sent by a thread of the SDK. The
-libraries are the extra `otlp`, imported only where an endpoint is configured.
+Spans are made from a request's ledger after its end, and sent by a thread of the SDK. The
+libraries are the extra `otlp`, imported only if an endpoint is configured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Spans:
         span.end(_at(timing, timing.end_to_end_seconds))
 
     def close(self) -> None:
-        """Sends what is left; takes some seconds when the collector does not answer."""
+        """Sends the remaining spans; takes some seconds if the collector does not answer."""
         self._provider.shutdown()
 
     def _send_phases(
@@ -101,7 +101,7 @@ def _provider(url: str, router_id: str) -> TracerProvider:
 
 
 def _parent(traceparent: str) -> Context:
-    """The caller's trace, where it sent one; an empty context begins a new trace."""
+    """Returns the caller's trace, or without one an empty context, which begins a new trace."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent})

@@ -1,8 +1,8 @@
-"""From a ledger to its phases: what a request's time is made of.
+"""Turns a ledger into phases: where a request's time went.
 
 Each segment between two marks is cut into its known parts, in the order in which they happen; the
-rest of a segment has a kind of its own. Nothing counts twice: a part that began before its
-segment ran hidden behind other phases, and only its remainder counts.
+rest of a segment has its own kind. Nothing counts twice: of a part that began before its segment,
+hidden behind other phases, only the remainder counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRAILER_BYTES = 6 * 2**10
 """Clients accept 8 KiB of metadata by default."""
 
 SHORTEST_SECONDS = 1e-7
-"""Shorter phases are rounding errors, and left out."""
+"""Shorter phases are rounding errors and left out."""
 
 Kind: TypeAlias = pb.PhaseKind.ValueType
 
@@ -32,19 +32,19 @@ class Part(NamedTuple):
 
 
 class _Timeline:
-    """Consecutive phases, from the arrival on."""
+    """Consecutive phases from the arrival on."""
 
     def __init__(self, origin: float) -> None:
         self._origin = origin
         self.at = origin
         self.phases: list[pb.Phase] = []
-        self._sealed = 0  # phases that grow no more
+        self._sealed = 0  # number of phases that no longer grow
 
     def cut(
         self, until: float, rest: Kind, *parts: Part, since: float = 0.0, worker: str = ""
     ) -> None:
-        """Advances to the mark `until`: first the parts, which began at `since`, then the rest,
-        with its worker."""
+        """Advances to the mark `until`: adds the parts, which began at `since`, then the rest, with
+        its worker."""
         until = max(until, self.at)
         start = since or self.at
         for part in parts:
@@ -54,7 +54,7 @@ class _Timeline:
         self._add(rest, until, worker)
 
     def seal(self) -> None:
-        """No phase extends across this mark."""
+        """Ends the last phase: none extends across this mark."""
         self._sealed = len(self.phases)
 
     def hide(self, kind: Kind, start: float, seconds: float, worker: str) -> None:
@@ -86,7 +86,7 @@ class _Timeline:
 
 
 def request_timing(ledger: RequestLedger, *, phases: bool = True) -> pb.RequestTiming:
-    """A request so far; without `phases`, only its figures."""
+    """Returns a request's timing so far; without `phases`, only totals."""
     answers = [
         answer_timing(answer, index, phases=phases) for index, answer in enumerate(ledger.answers)
     ]
@@ -102,7 +102,7 @@ def request_timing(ledger: RequestLedger, *, phases: bool = True) -> pb.RequestT
 
 
 def trailer(ledger: RequestLedger) -> bytes:
-    """A RequestTiming that fits a trailer, if need be without the last answers."""
+    """Returns a RequestTiming that fits into a trailer, if necessary without the last answers."""
     timing = request_timing(ledger)
     while timing.ByteSize() > TRAILER_BYTES:
         del timing.answers[-1]
@@ -137,7 +137,7 @@ def answer_timing(ledger: AnswerLedger, index: int, *, phases: bool = True) -> p
 
 
 def answer_phases(ledger: AnswerLedger, end: float) -> list[pb.Phase]:
-    """All phases of an answer, up to `end`; hidden ones come last."""
+    """Returns all phases of an answer until `end`; hidden ones come last."""
     line = _Timeline(ledger.arrived)
     prefill, decode = _workers(ledger)
     _cut_prompt(line, ledger, end, prefill)
@@ -153,13 +153,13 @@ def answer_phases(ledger: AnswerLedger, end: float) -> list[pb.Phase]:
 
 
 def _workers(ledger: AnswerLedger) -> tuple[str, str]:
-    """The worker that prefills the prompt, and the one that decodes."""
+    """Returns the worker that prefills the prompt and the one that decodes."""
     placement = ledger.placement
     return (placement.prefill or placement.decode, placement.decode) if placement else ("", "")
 
 
 def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float, prefill: str) -> None:
-    """Phases up to the first token."""
+    """Adds the phases up to the first token."""
     fetch = min(ledger.fetch_seconds, ledger.prefill_wait)
     line.cut(ledger.parsed or end, pb.PHASE_KIND_PARSE)
     line.cut(
@@ -183,7 +183,7 @@ def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float, prefill: str)
 
 
 def _cut_second_token(line: _Timeline, ledger: AnswerLedger, prefill: str, decode: str) -> None:
-    """The transfer, which began with the first token at the latest."""
+    """Adds the phases up to the second token: the transfer and the first decode step."""
     if not ledger.second:
         return
     reserve = ledger.exposed_reserve
@@ -200,7 +200,7 @@ def _cut_second_token(line: _Timeline, ledger: AnswerLedger, prefill: str, decod
 
 
 def _cut_later_tokens(line: _Timeline, ledger: AnswerLedger, end: float, worker: str) -> None:
-    """Phases up to the end: the rest of the answer, then its last bytes."""
+    """Adds the phases up to the end: the rest of the answer, then the last write."""
     text = max(ledger.text_seconds - (ledger.first_text - ledger.first), 0.0)
     text -= ledger.last_text - ledger.last
     decode = max(ledger.last - line.at - ledger.lost_after - max(text, 0.0), 0.0)
@@ -229,5 +229,5 @@ def _hide(line: _Timeline, ledger: AnswerLedger, prefill: str, decode: str) -> N
 
 
 def _first_shown(ledger: AnswerLedger) -> float:
-    """When the first token was written to the client, or was ready where it is not yet."""
+    """Returns when the first token was written to the client, or when it was ready."""
     return ledger.first_written or ledger.first_text or ledger.first

@@ -1,10 +1,10 @@
 """Trends: lengths, times and rates of the last minutes, in buckets of a few seconds; and the demand
 that routers report to the planner.
 
-A bucket has counters and sparse histograms whose bins grow by 5%, so that percentiles over any
-number of buckets are sums of bins, within 3% of the exact value. Only as many buckets are kept as
-the page shows. Tokens are counted by TokenTimes and added to a bucket when it ends; everything
-else comes from an answer's ledger, at its first token and at its end.
+A bucket has counters and sparse histograms whose bins grow by 5%. Percentiles over any number of
+buckets come from sums of bins, within 3% of the exact value. Only as many buckets are kept as the
+web page shows. TokenTimes counts tokens, which are added to a bucket at its end; everything else
+comes from an answer's ledger, at its first token and at its end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Histogram:
         return self._sum / max(self._bins.total(), 1)
 
     def percentile(self, share: float) -> float:
-        """0 when there is nothing."""
+        """Returns a percentile; 0 without values."""
         left = share * self._bins.total()
         for number in sorted(self._bins):
             left -= self._bins[number]
@@ -83,10 +83,10 @@ class Histogram:
 
 @dataclass(slots=True)
 class Bucket:
-    """A few seconds."""
+    """The traffic of BUCKET_SECONDS."""
 
     number: int
-    sums: pb.Traffic = field(default_factory=pb.Traffic)  # those in _SUMS, over complete answers
+    sums: pb.Traffic = field(default_factory=pb.Traffic)  # fields in _SUMS, of complete answers
     ttft: Histogram = field(default_factory=Histogram)
     itl: Histogram = field(default_factory=Histogram)
     prompt_length: Histogram = field(default_factory=Histogram)
@@ -108,35 +108,35 @@ _COUNTS = ("answers", "prompt_tokens", "cached_tokens", "output_tokens", "transf
 _SUMS = (*_COUNTS, *_MEANS, "transfer_seconds")
 
 
-# Where a bin ends, or one of Prometheus' buckets; and by interval between two bounds, its bin.
+# The ends of bins and of Prometheus' buckets, and the bin of each interval between two of them.
 _BIN_ENDS = (math.exp((number + 0.5) * _GROWTH) for number in range(_bin(_LEAST), _bin(_MOST)))
 _GAP_BOUNDS = sorted({*names.LATENCY_BUCKETS, *_BIN_ENDS})
 _GAP_BINS = [_bin(math.sqrt(low * high)) for low, high in pairwise([_LEAST, *_GAP_BOUNDS, _MOST])]
 
 
 class TokenTimes(Collector):
-    """Counts tokens and the gaps between them: besides the ledger, all that is written per token.
-    No locks: only the event loop writes."""
+    """Counts tokens and the gaps between them. Beside the ledger, this is all that is recorded for
+    each token. No locks: only the event loop writes."""
 
     def __init__(self) -> None:
         self._tokens = 0
         self._gaps = [0] * len(_GAP_BINS)
         self._gap_seconds = 0.0
-        # What `drain` has returned so far.
+        # The counts at the last `drain`.
         self._drained_tokens = 0
         self._drained_gaps = list(self._gaps)
-        # Called before tokens are counted at `bucket_end` or later; sets the next end.
+        # Called before tokens after `bucket_end` are counted; sets the next end.
         self.on_bucket_end: Callable[[], object] = lambda: None
         self.bucket_end = math.inf
 
     def add_first(self, count: int, now: float) -> None:
-        """An answer begins with `count` tokens."""
+        """Counts the first tokens of an answer."""
         if now >= self.bucket_end:
             self.on_bucket_end()
         self._tokens += count
 
     def add(self, count: int, gap: float, now: float) -> None:
-        """`count` tokens, each `gap` seconds after the one before."""
+        """Counts `count` tokens, each `gap` seconds after the previous one."""
         if now >= self.bucket_end:
             self.on_bucket_end()
         self._tokens += count
@@ -144,7 +144,7 @@ class TokenTimes(Collector):
         self._gap_seconds += gap * count
 
     def drain(self) -> tuple[int, list[tuple[int, int]]]:
-        """Tokens, and bins of gaps with their counts, since this was last called."""
+        """Returns the tokens and the bins of gaps with their counts since the last call."""
         tokens, self._drained_tokens = self._tokens - self._drained_tokens, self._tokens
         before, self._drained_gaps = self._drained_gaps, list(self._gaps)
         changes = zip(_GAP_BINS, self._gaps, before, strict=True)
@@ -174,7 +174,7 @@ class Trends:
         self._bucket().ttft.note(ledger.first - ledger.arrived)
 
     def answer(self, ledger: AnswerLedger) -> None:
-        """An answer is complete."""
+        """Adds a complete answer."""
         bucket = self._bucket()
         sums = bucket.sums
         sums.answers += 1
@@ -193,7 +193,7 @@ class Trends:
         bucket.output_length.note(ledger.tokens)
 
     def traffic(self) -> pb.Traffic:
-        """The traffic of the last minute, or since the start where that is later."""
+        """Returns the traffic of the last minute, or since the start if that is shorter."""
         self._fold()
         now = self._clock()
         oldest = int((now - WINDOW_SECONDS) / BUCKET_SECONDS) + 1
@@ -210,7 +210,7 @@ class Trends:
         return traffic
 
     def series(self) -> list[Bucket]:
-        """All complete buckets of the last minutes, empty ones included, the oldest first."""
+        """Returns all complete buckets of the last minutes, oldest first, with empty ones."""
         self._fold()
         now = int(self._clock() / BUCKET_SECONDS)
         first = max(now - KEPT_BUCKETS + 1, int(self._began / BUCKET_SECONDS))
@@ -226,8 +226,8 @@ class Trends:
         return self._buckets[-1]
 
     def _fold(self) -> None:
-        """Adds the tokens counted since to the last bucket, which is theirs: TokenTimes asks for
-        the next bucket before it counts a token there."""
+        """Adds newly counted tokens to the last bucket. They belong there: TokenTimes asks for the
+        next bucket before it counts a token of it."""
         if self._buckets:
             tokens, gaps = self._times.drain()
             self._buckets[-1].sums.output_tokens += tokens
@@ -235,22 +235,22 @@ class Trends:
 
 
 class Demand:
-    """The traffic of this router, counted for the planner since the last report. No clock."""
+    """Counts this router's traffic since its last report to the planner. No clock."""
 
     def __init__(self) -> None:
         self._counts = pb.RouterReport()
 
     def arrive(self, answers: int) -> None:
-        """A request has arrived, admitted or not."""
+        """Counts an arriving request, admitted or not."""
         self._counts.arrivals += answers
 
     def replayed(self, answers: int) -> None:
-        """They came from the response cache, and were no work for workers."""
+        """Uncounts answers from the response cache, which were no work for workers."""
         self._counts.arrivals = max(0, self._counts.arrivals - answers)
 
     def prefilled(self, ledger: AnswerLedger, costs: Costs) -> None:
-        """A prompt has been prefilled: its first token is here. Its cost for a prefill worker is
-        estimated; 0 for a local prefill."""
+        """Counts a prefilled prompt, with its estimated cost on a prefill worker; 0 for a local
+        prefill."""
         counts = self._counts
         remote = ledger.placement is not None and ledger.placement.prefill
         missing = ledger.prompt_tokens - ledger.cached_tokens
@@ -261,7 +261,7 @@ class Demand:
         counts.overhead_seconds += max(0.0, overhead)
 
     def answer(self, ledger: AnswerLedger, pages_held: Callable[[float], float]) -> None:
-        """An answer is complete. `pages_held` gives the pages of a number of tokens."""
+        """Counts a complete answer. `pages_held` returns the pages of a number of tokens."""
         counts = self._counts
         counts.answers += 1
         counts.answer_tokens += ledger.tokens
@@ -269,6 +269,6 @@ class Demand:
         counts.page_tokens += ledger.tokens * pages
 
     def drain(self) -> pb.RouterReport:
-        """Returns the counts since the last call, in a report to complete."""
+        """Returns the counts since the last call, in a report that the caller completes."""
         counts, self._counts = self._counts, pb.RouterReport()
         return counts

@@ -125,7 +125,7 @@ def test_advice_for_decode_says_what_a_worker_more_would_change() -> None:
         " instead of 40.0"
     ]
     lone = diagnose(traffic(ttft_seconds=1.0, admit_seconds=0.5), HALF, HALF, 1)
-    assert "(0 now, 500.0 ms on average) would have another worker's" in lone.advice[0]
+    assert "(0 now, 500.0 ms on average) could use the new worker's" in lone.advice[0]
     assert "router: 1 request waits for a worker with room" in lone.evidence
 
 
