@@ -1,8 +1,8 @@
 """A model's chat template: Jinja that comes with the model and is not trusted.
 
 It runs in Jinja's immutable sandbox, bounded in time and memory, with the names and filters that
-transformers gives its templates, so that a chat renders the same. A thread cannot be stopped from
-outside: a check of the time is compiled into every loop and macro.
+transformers gives its templates, so that a chat renders the same. Since a thread cannot be stopped
+from outside, a check of the time is compiled into every loop and macro.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.types import ChatPrompt, Message, Tool, ToolCall
 
 MAX_RENDERED = 16_000_000
-"""Characters. Several times what the longest contexts hold."""
+"""Limit in characters: several times what the longest contexts hold."""
 
 RENDER_SECONDS = 5.0
-"""Half a million messages take less."""
+"""Time limit. Half a million messages take less."""
 
 _LARGEST_POWER = 64
 _render_deadline = threading.local()
@@ -49,7 +49,8 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """`special_tokens` are the names a template may use, such as bos_token, and their text."""
+    """A compiled chat template. `special_tokens` are names that it may use, such as bos_token, and
+    their texts."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
@@ -57,13 +58,13 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise InvalidConfig(f"the model's chat template is broken: {error}") from error
         self._special_tokens = special_tokens
-        # As gpt-oss's template calls it.
+        # gpt-oss's template calls reasoning "thinking".
         self._reasoning = "thinking" if "message.thinking" in source else "reasoning_content"
         self._in_parts = "type" in source and self._shows_parts_alone()
 
     def render(self, chat: ChatPrompt) -> str:
-        """The chat as text that ends as it says; by default where the assistant's answer
-        begins."""
+        """Renders the chat, up to the end that it asks for: by default, where the assistant's
+        answer begins."""
         if chat.end == "continued":
             return self._continued(chat)
         messages = [_message(message, self._reasoning) for message in chat.messages]
@@ -86,15 +87,15 @@ class ChatTemplate:
         try:
             return _join(pieces)
         except _TEMPLATE_ERRORS as error:
-            # The template's own message or Jinja's; Python's would be about our code.
+            # Messages of the template and of Jinja help the caller; Python's do not.
             why = f": {error}" if isinstance(error, TemplateError) else ""
             raise InvalidRequest(
                 f"the model's chat template refuses the messages{why}", field="chat.messages"
             ) from error
 
     def _shows_parts_alone(self) -> bool:
-        """Whether a message's text is lost as a string and shown as a list of parts, as in some
-        templates of models that also take images."""
+        """True if a template shows a message's text as a list of parts but not as a string, as some
+        templates of models that also take images do."""
         mark = secrets.token_hex(16)
 
         def shows(content: object) -> bool:
@@ -106,7 +107,8 @@ class ChatTemplate:
         return not shows(mark) and shows(_parts(mark))
 
     def _continued(self, chat: ChatPrompt) -> str:
-        """Cut where the last message's content ends, before what the template closes it with."""
+        """Renders a chat up to the end of the last message's content, without what the template
+        closes it with."""
         *others, last = chat.messages
         mark = secrets.token_hex(16)
         marked = dataclasses.replace(last, content=last.content + mark)
@@ -122,8 +124,8 @@ class ChatTemplate:
 
 
 def _message(message: Message, reasoning: str) -> dict[str, object]:
-    """Only the keys that are set: templates test which ones exist. gpt-oss's refuses thinking
-    beside content and calls."""
+    """Returns a message with only the keys that are set: templates test which ones exist. gpt-oss's
+    refuses thinking together with content and calls."""
     left_out = reasoning == "thinking" and message.content and message.tool_calls
     optional: dict[str, object] = {
         "tool_calls": [_call(call) for call in message.tool_calls],
@@ -197,7 +199,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuses operators that make much out of little, at once."""
+        """Refuses operators whose result would be huge."""
         if operator == "**" and isinstance(right, int) and right > _LARGEST_POWER:
             raise TemplateError("a power is too large")
         if operator == "*" and max(_repeated(left, right), _repeated(right, left)) > MAX_RENDERED:
@@ -206,13 +208,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def _repeated(sequence: object, times: object) -> int:
-    """The length of a repeated sequence; 0 for other operands."""
+    """Returns the length of a repeated sequence; 0 for other operands."""
     is_one = isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int)
     return len(sequence) * times if is_one else 0  # type: ignore[arg-type, operator]
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks an answer for training; here only its body matters."""
+    """Renders the body of {% generation %}, which marks an answer for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -243,7 +245,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """Replaces Jinja's filter, which escapes HTML: no model was trained on that."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

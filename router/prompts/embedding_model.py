@@ -1,4 +1,4 @@
-"""The embedding model: a small encoder beside the served model, which embeds texts and no more."""
+"""The embedding model: a small encoder beside the served model, which only embeds texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.core.types import Pooling, Request
 from baton.router.prompts.text import Text
 
 _DECISIVE_FILES = {".json", ".safetensors", ".model", ".txt"}
-"""By their suffixes: configurations, weights, tokenizers."""
+"""Suffixes of the files that decide a vector: configurations, weights, tokenizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class EmbeddingModel:
         return cls(folder.name, Text.load(folder), max_tokens, folder)
 
     def digest(self) -> bytes:
-        """Of all files that decide a vector, which it reads."""
+        """Reads and digests all files that decide a vector."""
         digest = hashlib.blake2b(digest_size=32, person=b"baton-embedder")
         files = [*self.folder.iterdir(), *self.folder.glob("*_Pooling/*")]
         for file in sorted(each for each in files if each.suffix in _DECISIVE_FILES):
@@ -40,7 +40,8 @@ class EmbeddingModel:
         return digest.digest()
 
     def addressed(self, request: Request) -> Request:
-        """The request to this model. Raises InvalidRequest for what the model cannot do."""
+        """Returns the request, addressed to this model. Raises InvalidRequest for what it cannot
+        do."""
         if request.pooling is None:
             raise InvalidRequest(f"the model {self.name!r} embeds and cannot answer", field="model")
         if request.pooling is not Pooling.ENCODER:

@@ -1,8 +1,8 @@
-"""Turns the structure that a request asks for, or a tool call that it forces, into a grammar that
-workers follow. Grammars of tool calls are in llguidance's Lark.
+"""Turns a request's structure, or a tool call that it forces, into a grammar that workers follow.
+Grammars of tool calls are in llguidance's variant of Lark.
 
-Both sides use llguidance: the router only validates a grammar, so that an error is reported at
-once and by name; workers compile it for their tokenizer.
+Both sides use llguidance: the router only validates a grammar, so that errors are reported at once
+with the field's name; workers compile it for their tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ANY_OBJECT = Structure("json_schema", '{"type": "object"}')
 
-# JSON on one line: with free white space, some models write it without end.
+# JSON on one line: with free white space, some models generate white space without end.
 ONE_LINE: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -41,12 +41,12 @@ KEPT_GRAMMARS = 256
 """Validated grammars that are remembered."""
 
 SpecialId = Callable[[str], int | None]
-"""The id of a special token, which no text encodes to; None for any other text."""
+"""Returns the id of a special token, which no text encodes to; None for any other text."""
 
 MAX_COUNTED = 256
-"""A longer text may have any length: grammars grow with what they count."""
+"""Larger maxLength values are not enforced: grammars grow with the lengths that they count."""
 
-# Any value as Gemma writes it; `loose_text` is added with the format's quotes.
+# Any value in Gemma's notation; `loose_text` is added with the format's quotes.
 _LOOSE = """loose: loose_object | loose_list | loose_text | /-?[0-9]+([.][0-9]+)?/
     | "true" | "false" | "null"
 loose_object: "{" (loose_pair ("," loose_pair)*)? "}"
@@ -55,12 +55,12 @@ loose_list: "[" (loose ("," loose)*)? "]\""""
 
 
 def json_structure(schema: Mapping[str, object] | None) -> Structure:
-    """JSON of this JSON Schema; any object where there is none."""
+    """Returns the structure for a JSON Schema; without one, for any object."""
     return ANY_OBJECT if schema is None else Structure("json_schema", json.dumps(schema))
 
 
 def grammar_of(structure: Structure) -> str:
-    """The structure in llguidance's own form. Raises InvalidGrammar when it is not valid."""
+    """Returns the structure in llguidance's own form. Raises InvalidGrammar if it is invalid."""
     if len(structure.source) > MAX_STRUCTURE:
         raise _invalid(structure, f"it has more than {MAX_STRUCTURE} characters")
     return _checked(structure)
@@ -89,8 +89,8 @@ def _checked(structure: Structure) -> str:
 
 
 def after_reasoning(grammar: str, end: str = "</think>", token: int | None = None) -> str:
-    """The grammar for an answer that begins within the model's reasoning, which ends with a mark;
-    `token` is the mark's where that is special."""
+    """Returns a grammar for an answer that begins within the model's reasoning. `end` is the marker
+    that ends the reasoning, `token` its id if it is a special token."""
     escaped = re.escape(end).replace("/", "\\/")
     lazy = f"reasoning[lazy]: /(.|\\n)*{escaped}/"
     rule = lazy if token is None else f"reasoning: /(.|\\n)*/ <[{token}]>"
@@ -98,19 +98,19 @@ def after_reasoning(grammar: str, end: str = "</think>", token: int | None = Non
 
 
 def within(start: str, grammar: str, name: str) -> str:
-    """The grammar `start`, in Lark, which refers to `grammar` by `name`."""
+    """Combines `start`, in Lark, with `grammar`, to which it refers by `name`."""
     return json.dumps({"grammars": [{"lark_grammar": start}, *_parts(grammar, name)]})
 
 
 def either(call: str, answer: str) -> str:
-    """A grammar for an answer that follows either of two."""
+    """Returns a grammar for an answer that follows either of two."""
     start = {"lark_grammar": "start: @call | @structured"}
     return json.dumps({"grammars": [start, *_parts(call, "call"), *_parts(answer, "structured")]})
 
 
 def _parts(grammar: str, name: str) -> list[dict[str, object]]:
-    """The grammars that a grammar is made of, its start under a name."""
-    # Lark stays as it is written; everything else is JSON.
+    """Returns the parts of a grammar, the first under `name`."""
+    # A grammar is plain Lark, or else JSON.
     if grammar[:1] != "{":
         return [{"lark_grammar": grammar, "name": name}]
     first, *others = json.loads(grammar)["grammars"]
@@ -123,7 +123,7 @@ def _invalid(structure: Structure, fault: str) -> InvalidGrammar:
 
 
 def literal(text: str, special_id: SpecialId) -> str:
-    """Lark for a text, in which special tokens are such."""
+    """Returns Lark for a text, with its special tokens by id."""
     pieces = []
     for piece in filter(None, MARKER.split(text)):
         token = special_id(piece)
@@ -208,7 +208,8 @@ class CallGrammar:
             yield f"{name}_value: loose"
 
     def _string(self, name: str, schema: Schema, begin: str, end: str) -> Iterator[str]:
-        """A text between two markers, as far as its schema can be followed in plain text."""
+        """Yields rules for a text between two markers. Of its schema, only enum and lengths are
+        enforced."""
         around = f"{self._literal(begin)} {{}} {self._literal(end)}"
         choices, most = schema.get("enum"), schema.get("maxLength")
         least = schema.get("minLength", 0)
@@ -222,7 +223,7 @@ class CallGrammar:
             yield from self._until_end(name, begin, end)
 
     def _until_end(self, name: str, begin: str, end: str) -> Iterator[str]:
-        """Any text up to the marker at its end."""
+        """Yields rules for any text up to the marker at its end."""
         head = f"{name}: {self._literal(begin)}"
         if any(self._special_id(marker) is not None for marker in MARKER.findall(end)):
             yield f"{head} {name}_rest {self._literal(end)}"
@@ -250,7 +251,8 @@ class CallGrammar:
 
 
 def _members(required: Sequence[str], optional: Sequence[str]) -> str:
-    """Required ones, then any of the optional ones in their order, with commas between."""
+    """Returns Lark for the required names, then any of the optional ones in order, with commas
+    between."""
     if required:
         return ' "," '.join(required) + _more(optional)
     firsts = [name + _more(optional[index + 1 :]) for index, name in enumerate(optional)]

@@ -1,8 +1,8 @@
-"""Text to tokens and back, for one model.
+"""Converts text to tokens and back, for one model.
 
-Prompts of any kind become token ids, token ids become text. Calls are safe from several threads
-at once; a Detokenizer belongs to one answer. A model without a tokenizer takes token ids and
-answers with them, without text.
+Prompts of any kind become token ids, and token ids become text. Calls are thread-safe; a
+Detokenizer belongs to one answer. A model without a tokenizer takes token ids and answers with
+token ids only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
     tokens: list[int]
-    page_keys: list[bytes]  # empty where no worker has a prefix cache
+    page_keys: list[bytes]  # empty if no worker has a prefix cache
     prediction: list[int]  # of the answer
     thinking: bool  # the prompt ends within the model's reasoning
     template_seconds: float
@@ -63,7 +63,7 @@ class Text:
         self.tokenizer_info = tokenizer_info or {}
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        # In characters; byte-level vocabularies write at least one per character.
+        # In characters. Byte-level vocabularies have at least one character for each of a text.
         vocabulary = tokenizer.get_vocab() if tokenizer else {"": 0}
         self._longest_token = max(map(len, vocabulary))
         self._special_ids = special_ids(tokenizer)
@@ -78,8 +78,8 @@ class Text:
 
     @classmethod
     def load(cls, folder: Path, tools: str = "auto", reasoning: str = "auto") -> Text:
-        """From a Hugging Face model folder. `tools` and `reasoning` are router.tool_format and
-        router.reasoning of the configuration."""
+        """Loads a Hugging Face model folder. `tools` and `reasoning` are the configuration's
+        router.tool_format and router.reasoning."""
         files = TextFiles(folder)
         tokenizer = files.tokenizer()
         source = files.chat_template()
@@ -117,7 +117,8 @@ class Text:
         )
 
     def _prediction(self, text: str) -> list[int]:
-        """Half a character in it is merely a wrong guess."""
+        """Tokenizes a predicted answer. Unpaired surrogates are replaced: they only cause wrong
+        guesses."""
         if not text or self._tokenizer is None:
             return []
         whole = text.encode(errors="replace").decode()
@@ -141,8 +142,9 @@ class Text:
         *,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """The prompt's token ids. Plain text gets the model's special tokens (such as BOS); a chat
-        has those that its template writes; token ids pass unchanged. A chat may be `rendered`.
+        """Returns the prompt's token ids. Plain text gets the model's special tokens (such as
+        BOS); a chat has those that its template writes; token ids pass unchanged. `rendered` is
+        the text of a chat that is already rendered.
 
         Text that cannot fit into `most_tokens` tokens is refused before it is tokenized.
         """
@@ -156,7 +158,7 @@ class Text:
                 return list(prompt)
 
     def render(self, chat: ChatPrompt) -> str:
-        """The chat as the text that the model sees."""
+        """Renders a chat as the text that the model sees."""
         if self._chat_template is None:
             raise InvalidRequest("this model has no chat template; send plain text", field="chat")
         return self._chat_template.render(chat)
@@ -164,8 +166,8 @@ class Text:
     def decode(
         self, ids: Sequence[int], keep_special: bool = False, field: str = "token_ids"
     ) -> str:
-        """The text of complete `ids`. Those that the tokenizer does not know add nothing. Raises
-        TokenOutOfRange for `field`."""
+        """Returns the text of complete `ids`, without those that the tokenizer does not know.
+        Raises TokenOutOfRange for `field`."""
         size = self.vocabulary_size
         if ids and not 0 <= min(ids) <= max(ids) < size:
             raise TokenOutOfRange(
@@ -176,17 +178,17 @@ class Text:
         return self._tokenizer.decode(list(ids), skip_special_tokens=not keep_special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token by itself, special or not."""
+        """Returns the bytes of a single token, special or not."""
         return self._token_bytes[token_id]
 
     def special_id(self, token: str) -> int | None:
-        """The id of a special token; None for any other text."""
+        """Returns the id of a special token; None for any other text."""
         found = self._tokenizer.token_to_id(token) if self._tokenizer else None
         return found if found in self._special_ids else None
 
     def detokenizer(self, *, markers: bool = False, skip_special: bool = True) -> Detokenizer:
-        """For one answer. Its text has no special tokens, except all of them or the markers of
-        reasoning and tool calls where wanted."""
+        """Returns a detokenizer for one answer. Its text has no special tokens, or with `markers`
+        only those of reasoning and tool calls, or without `skip_special` all of them."""
         if not skip_special:
             return self._make_full_detokenizer()
         return self._make_marking_detokenizer() if markers else self._make_detokenizer()
@@ -212,23 +214,23 @@ class Text:
 
 
 class TextFiles:
-    """What a model folder's JSON files say about text. A missing file counts as empty."""
+    """Reads what a model folder's files say about text. A missing file counts as empty."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tokenizer_config = model_store.read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in self._tokenizer_config:
-            # Older versions of transformers wrote another file.
+            # Older versions of transformers wrote special tokens to another file.
             self._tokenizer_config |= model_store.read_json(folder / "special_tokens_map.json")
         self._generation_config = model_store.read_json(folder / "generation_config.json")
         config = model_store.read_json(folder / "config.json")
-        # A multimodal model keeps its language model's part apart.
+        # A multimodal model has its language model's keys in text_config.
         inner = config.get("text_config")
         self._config = {**config, **inner} if isinstance(inner, dict) else config
 
     def tokenizer(self) -> Tokenizer | None:
-        """As in tokenizer.json, with the tokens that other files add, but without truncation and
-        padding."""
+        """Returns the tokenizer of tokenizer.json, with the tokens that other files add and without
+        truncation and padding."""
         if (self._folder / "tokenizer.json").is_file():
             made = _read_tokenizer(self._folder / "tokenizer.json")
         elif (self._folder / model_store.SENTENCEPIECE_FILE).is_file():
@@ -237,13 +239,13 @@ class TextFiles:
             return None
         made.no_truncation()
         made.no_padding()
-        made.add_tokens(self._added_tokens())  # leaves those it knows as they are
+        made.add_tokens(self._added_tokens())  # keeps known tokens as they are
         made.encode_special_tokens = self._tokenizer_config.get("split_special_tokens") is True
         return made
 
     def _added_tokens(self) -> list[AddedToken]:
-        """Tokens of files beside tokenizer.json, in the order of the ids that transformers gives
-        them."""
+        """Returns tokens of files other than tokenizer.json, in the order of the ids that
+        transformers gives them."""
         config = self._tokenizer_config
         special = [config.get(f"{each}_token") for each in SPECIAL_TOKENS]
         for name in ("additional_special_tokens", "extra_special_tokens"):
@@ -261,7 +263,7 @@ class TextFiles:
         return [token for token in tokens if token.content]
 
     def special_tokens(self) -> dict[str, str]:
-        """The text of bos_token, eos_token and so on, of those that are set."""
+        """Returns the texts of bos_token, eos_token and so on, as far as they are set."""
         names = [f"{each}_token" for each in SPECIAL_TOKENS]
         written = {name: self._tokenizer_config.get(name) for name in names}
         return {name: text for name, token in written.items() if (text := _token_text(token))}
@@ -277,7 +279,7 @@ class TextFiles:
         return template if isinstance(template, str) else None
 
     def eos_token_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
-        """The generation config's end tokens, or else the model config's; and always the
+        """Returns the end tokens of the generation config, or else of the model config, plus the
         tokenizer's own, with which chat models close a turn."""
         written = self._generation_config.get("eos_token_id")
         if written is None:
@@ -288,7 +290,7 @@ class TextFiles:
         return frozenset(ids - {None})
 
     def vocabulary_size(self) -> int:
-        """The model's number of token ids; the tokenizer may use fewer."""
+        """Returns the model's number of token ids; the tokenizer may use fewer."""
         size = self._config.get("vocab_size")
         if not isinstance(size, int):
             raise UnsupportedModel(f"{self._folder}/config.json does not say vocab_size")
@@ -303,7 +305,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _token_text(token: object) -> str:
-    """A special token is written as its text or as an object that holds it."""
+    """Returns the text of a special token, which is written as text or as an object."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
@@ -316,7 +318,7 @@ def _added_token(token: object, *, special: bool) -> AddedToken:
 
 
 def _padded(number: object) -> str:
-    """Sorts as the number does, whatever else a file holds."""
+    """Returns a key that sorts numbers, and tolerates anything else in a file."""
     return str(number).zfill(9)
 
 

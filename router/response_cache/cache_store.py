@@ -1,5 +1,5 @@
-"""Stores of cached responses: keys and bytes, with an age limit; and a response as bytes: the
-tokens of its answers, and when they were made."""
+"""A store for cached responses (bytes by key, with an age limit), and the encoding of a response:
+the tokens of its answers and their time."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class StoreFailed(Exception):
 
 
 class CacheStore(Protocol):
-    """Values expire by themselves. Any call may raise StoreFailed, soon."""
+    """Values expire by themselves. Any call may raise StoreFailed, without a long wait."""
 
     @property
     def used_bytes(self) -> int:
-        """In this process."""
+        """Memory used in this process."""
 
     @property
     def reply_seconds(self) -> float:
-        """How long `get` takes: a moving average."""
+        """Moving average of the time of `get`."""
 
     async def get(self, key: ResponseKey) -> bytes | None: ...
 
     async def put(self, key: ResponseKey, value: bytes) -> None: ...
 
     async def clear(self, tenant: bytes | None) -> int:
-        """Deletes one tenant's values, or all. Returns how many."""
+        """Deletes one tenant's values, or all. Returns their number."""
 
     async def close(self) -> None: ...
 
@@ -54,7 +54,7 @@ ENTRY_BYTES = 300
 
 
 class MemoryStore:
-    """In this process. Evicts the least recently used value when the budget is spent."""
+    """A store in this process. Evicts the least recently used values beyond the budget."""
 
     reply_seconds = 0.0
 
@@ -103,7 +103,7 @@ class MemoryStore:
 class FoundResponse:
     answers: list[CachedAnswer]
     cache: timing_pb2.ResponseCache
-    question: str = ""  # that was asked, where it was kept
+    question: str = ""  # the question that was asked, if it was kept
 
 
 def encode(answers: Sequence[CachedAnswer], question: str = "") -> bytes:
@@ -114,12 +114,12 @@ def encode(answers: Sequence[CachedAnswer], question: str = "") -> bytes:
 
 
 def decode(value: bytes, seconds: float, similarity: float | None = None) -> FoundResponse | None:
-    """None for a response older than `seconds`. `similarity` is that of the question that found
-    it; None where the request is the same. Raises StoreFailed for a damaged value."""
+    """Decodes a response; returns None if it is older than `seconds`. `similarity` is that of its
+    question, or None for the same request. Raises StoreFailed for a damaged value."""
     try:
         response = responses_pb2.CachedResponse.FromString(value)
         answers = [*map(_from_proto, response.answers)]
-    except (DecodeError, KeyError) as error:  # the last: of a version to come
+    except (DecodeError, KeyError) as error:  # KeyError: written by a later version
         raise StoreFailed("a response cannot be decoded") from error
     age = max(0.0, time.time() - response.made_at)
     if age > seconds:

@@ -1,11 +1,11 @@
-"""The response cache: finds and keeps responses, and the race of a look-up with computing.
+"""The response cache: finds and keeps responses, and lets look-ups race with computing.
 
-A look-up in memory takes no time. One in Redis runs beside computing, until a response is found or
-the first token has come. While Redis replies within HEAD_START_SECONDS it gets a head start: most
-hits then cost no worker anything, and a miss costs less than that. The search for similar questions
-gets none: it begins when the same request is not found, and has been placed or waits for a worker,
-so that a miss is not delayed by it. While what it found is verified, the first token is held back,
-for a limited time.
+A look-up in memory takes no time. One in Redis runs while the answer is computed, until a response
+is found or the first token has come. While Redis replies within HEAD_START_SECONDS, a look-up gets
+a head start: then most hits cost no worker anything, and a miss costs less than that. The search
+for similar questions gets none: it begins after a miss, once the request is placed or waits for a
+worker, so that it delays no miss. While a hit is verified, the first token is held back for a
+limited time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from baton.router.response_cache.shadow import Shadow
 from baton.v1 import cluster_pb2, inference_pb2
 
 HEAD_START_SECONDS = 0.001
-"""Of a look-up before computing begins. uvloop's timers are no finer."""
+"""Head start of a look-up before computing begins. uvloop's timers are no finer."""
 
 Result = TypeVar("Result")
 
@@ -61,8 +61,8 @@ class CachedResponses:
     def open(
         cls, config: CacheConfig, metrics: CacheMetrics, embedder: bytes = b""
     ) -> CachedResponses | None:
-        """None when the configuration wants no cache. `embedder` is the embedding model's digest;
-        empty where there is none."""
+        """Opens the configured cache; returns None if it is off. `embedder` is the embedding
+        model's digest, empty without one."""
         if config.responses == "off":
             return None
         _check(config, embedder)
@@ -81,13 +81,13 @@ class CachedResponses:
 
     @property
     def head_start(self) -> float:
-        """Seconds that a request may wait for its look-up. A slow store gets none: each miss would
-        wait that long."""
+        """Seconds that a request waits for its look-up; 0 for a slow store, since each miss would
+        wait so long."""
         fast = self._store.reply_seconds < HEAD_START_SECONDS
         return HEAD_START_SECONDS if fast else 0.0
 
     async def find(self, key: ResponseKey) -> FoundResponse | None:
-        """None too where the store fails."""
+        """Returns the response to the same request; None also if the store fails."""
         result, found = "miss", None
         try:
             value = await self._store.get(key)
@@ -101,7 +101,7 @@ class CachedResponses:
     def keep(
         self, key: ResponseKey, answers: Sequence[CachedAnswer], inquiry: Inquiry | None = None
     ) -> None:
-        """Stores all answers to a request, in the background; with an inquiry, also for similar
+        """Stores all answers to a request in the background; with an inquiry, also for similar
         questions."""
         value = encode(answers, inquiry.kept_question if inquiry else "")
         task = asyncio.create_task(self._put(key, value, inquiry))
@@ -109,7 +109,7 @@ class CachedResponses:
         task.add_done_callback(self._storing.discard)
 
     async def clear(self, tenant: str | None) -> int:
-        """Deletes a tenant's responses, or all. Returns how many."""
+        """Deletes a tenant's responses, or all. Returns their number."""
         try:
             return await self._store.clear(None if tenant is None else tenant_digest(tenant))
         except StoreFailed as error:
@@ -118,7 +118,7 @@ class CachedResponses:
     async def report(
         self, false_hit_rate: float, same_answer: float
     ) -> cluster_pb2.SemanticReportResponse:
-        """What the semantic cache would have answered, where it runs in the shadow."""
+        """Reports what the semantic cache would have answered, in shadow mode."""
         if self.shadow is None:
             raise NotServed("this router records no shadow: cache.semantic is not shadow")
         try:
@@ -127,7 +127,7 @@ class CachedResponses:
             raise Unavailable(f"the report cannot be read: {error}") from error
 
     async def settle(self) -> None:
-        """Waits until all is stored, or failed to be."""
+        """Waits until all pending stores are done or have failed."""
         await asyncio.gather(*self._storing)
 
     async def close(self) -> None:
@@ -159,16 +159,17 @@ def _check(config: CacheConfig, embedder: bytes) -> None:
 
 
 class Search(Protocol):
-    """For an answer to a similar question."""
+    """A search for an answer to a similar question."""
 
     async def find(self) -> FoundResponse | None: ...
 
     @property
     def hold_seconds(self) -> float:
-        """How much longer the first token may be held back; 0 unless a hit is being verified."""
+        """Seconds for which the first token may still be held back; 0 unless a hit is being
+        verified."""
 
     def note_held(self, seconds: float) -> None:
-        """Notes for how long the first token was held back."""
+        """Notes how long the first token was held back."""
 
 
 async def found_or_computed(
@@ -178,8 +179,8 @@ async def found_or_computed(
     head_start: float,
     search: Search | None = None,
 ) -> FoundResponse | Result:
-    """A response that is found before the first token is emitted, or the computed one. `search`
-    runs where the look-up finds none, and has no head start."""
+    """Returns a response that is found before the first token is emitted, or else the computed
+    result. `search` runs after a miss, without a head start."""
     look_up = asyncio.ensure_future(looking)
     searching: asyncio.Future[FoundResponse | None] = look_up
     computing: asyncio.Future[Result] | None = None
@@ -190,7 +191,7 @@ async def found_or_computed(
             return found
         if look_up.done() and search is None:
             return await compute(emit)
-        # Begins before the search, which must not delay it.
+        # Computing begins before the search, which must not delay it.
         computing = asyncio.ensure_future(compute(gate.emit))
         if search:
             searching = asyncio.ensure_future(_found_or_searched(look_up, search, gate))
@@ -200,7 +201,7 @@ async def found_or_computed(
             return found
         gate.open()
         if look_up.done():
-            searching.cancel()  # it has nothing to find any more
+            searching.cancel()  # the search is too late
         return await computing
     finally:
         gate.close()
@@ -217,14 +218,14 @@ async def _found_or_searched(
 
 
 class _Gate:
-    """Holds Started back, which says where an answer is computed. The first token opens it, or
-    waits before it while a hit is verified."""
+    """Holds back Started, which names the workers, until the first token. While a hit is verified,
+    holds back tokens too."""
 
     def __init__(self, emit: Emit, search: Search | None) -> None:
         self._emit = emit
         self._search = search
         self._held: list[AnswerEvent] = []
-        self._since = 0.0  # when the first token came, where it waits
+        self._since = 0.0  # when the first held token came; 0 if none is held
         self._timer: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self.placed: asyncio.Future[None] = loop.create_future()
@@ -262,6 +263,6 @@ class _Gate:
         self._held.clear()
 
     def close(self) -> None:
-        """Lets nothing happen later."""
+        """Cancels the timer."""
         if self._timer:
             self._timer.cancel()

@@ -1,6 +1,6 @@
-"""One connection to a Redis, with as many commands in flight as are sent.
+"""One connection to a Redis, with any number of commands in flight.
 
-The few commands that are needed, in RESP2, which every version of Redis speaks.
+Speaks RESP2, which every version of Redis understands.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RedisAddress:
 
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
-        """Of redis://[[user]:password@]host[:port][/database], or rediss:// for TLS."""
+        """Parses redis://[[user]:password@]host[:port][/database], or rediss:// for TLS."""
         parts = urlsplit(url)
         database = parts.path.strip("/") or "0"
         try:
@@ -51,24 +51,24 @@ class RedisAddress:
         return cls(str(parts.hostname), port, user, password, int(database), tls)
 
     def __str__(self) -> str:
-        """Without the password."""
+        """Returns the address without the password, for logs."""
         return f"{self.host}:{self.port}"
 
 
 class RedisConnection:
-    """`ended` is set when nothing can be sent any more."""
+    """A connection to Redis. `ended` is set once nothing can be sent any more."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        # Sent and not replied to, oldest first, and when.
+        # Commands without a reply, oldest first, with the time when they were sent.
         self._waiting: deque[tuple[asyncio.Future[Reply], float]] = deque()
         self.ended = asyncio.Event()
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
     async def open(cls, address: RedisAddress) -> RedisConnection:
-        """Returns once Redis has replied: a frozen one accepts connections too."""
+        """Connects, and waits for a reply, since a frozen Redis accepts connections too."""
         context = ssl.create_default_context() if address.tls else None
         streams = await asyncio.open_connection(address.host, address.port, ssl=context)
         connection = cls(*streams)
@@ -84,7 +84,7 @@ class RedisConnection:
 
     @property
     def oldest_seconds(self) -> float:
-        """How long the oldest command has waited for its reply; 0 when none waits."""
+        """Seconds for which the oldest command has waited for its reply; 0 if none waits."""
         return time.monotonic() - self._waiting[0][1] if self._waiting else 0.0
 
     @property
@@ -92,7 +92,8 @@ class RedisConnection:
         return len(self._waiting)
 
     def send(self, *command: bytes | str) -> asyncio.Future[Reply]:
-        """Returns the reply to come. It may be cancelled; the command still runs."""
+        """Sends a command and returns its reply as a future. Cancelling that does not stop the
+        command."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting.append((future, time.monotonic()))
         words = [word.encode() if isinstance(word, str) else word for word in command]
@@ -144,4 +145,4 @@ class RedisConnection:
             future, _ = self._waiting.popleft()
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may be interested any more
+                future.exception()  # marks it as retrieved: its caller may be gone

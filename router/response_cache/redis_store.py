@@ -1,8 +1,8 @@
 """Responses in a Redis that all routers share.
 
-Nothing here waits long: a look-up that is not answered within LOOKUP_SECONDS is a failed one, and
-while Redis is late with any reply, the next ones fail at once. One task keeps the connection. What
-goes wrong is logged once, until a new connection is made.
+No call waits long: a look-up without a reply within LOOKUP_SECONDS fails, and while any reply of
+Redis is overdue, further ones fail at once. One task keeps the connection. After a failure is
+logged, others are not until there is a new connection.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STORE_SECONDS = 1.0
 """A connection without a reply for this long is given up."""
 RETRY_SECONDS = 1.0
 REPLY_WEIGHT = 1 / 16
-"""Of the newest reply in reply_seconds."""
+"""Weight of the newest reply in reply_seconds."""
 MAX_WAITING = 256
 """Commands in flight; more fail at once."""
 MAX_VALUE_BYTES = 4 * 2**20
@@ -44,15 +44,15 @@ CLEARED_AT_ONCE = 1000
 LEAST_SECRET_BYTES = 32
 
 PREFIX = b"baton:response:1:"
-"""Of every response's key; the number is the version of the values' format."""
+"""Begins every response's key; the number is the version of the values' format."""
 SEMANTIC_PREFIX = b"baton:semantic:2:"
-"""Of the keys of semantic_cache.py."""
+"""Begins the keys of semantic_cache.py."""
 _NONCE_BYTES = 12
 _Scanned = tuple[bytes, list[bytes]]
 
 
 class ResponseCipher:
-    """Encrypts a value for its key: it can neither be read nor moved to another key."""
+    """Encrypts values, each bound to its key: it cannot be read, or moved to another key."""
 
     def __init__(self, secret: bytes) -> None:
         self._cipher = AESGCM(hashlib.sha256(b"baton responses" + secret).digest())
@@ -79,7 +79,7 @@ class ResponseCipher:
         try:
             return self._cipher.decrypt(value[:_NONCE_BYTES], value[_NONCE_BYTES:], key)
         except (InvalidTag, ValueError):
-            raise StoreFailed("a response cannot be decrypted: another secret?") from None
+            raise StoreFailed("cannot decrypt a response: was another key used?") from None
 
 
 class RedisStore:
@@ -96,7 +96,7 @@ class RedisStore:
 
     @property
     def replies(self) -> bool:
-        """Whether it is connected and no reply is overdue."""
+        """True while connected and without an overdue reply."""
         connection = self._connection
         return connection is not None and connection.oldest_seconds <= LOOKUP_SECONDS
 
@@ -118,17 +118,18 @@ class RedisStore:
         await self.store("SET", name, value, "PX", self.lifetime)
 
     def decrypt(self, value: bytes, key: ResponseKey) -> bytes:
-        """A value as `put` got it."""
+        """Returns a stored value as it was passed to `put`."""
         return self._cipher.decrypt(value, value_name(key)) if self._cipher else value
 
     async def look_up(self, *command: bytes | str) -> Reply:
-        """Within LOOKUP_SECONDS; raises StoreFailed at once while Redis is late."""
+        """Sends a command with LOOKUP_SECONDS to reply. Raises StoreFailed at once while a reply is
+        overdue."""
         if (connection := self._connection) is None or not self.replies:
             raise StoreFailed("Redis does not answer")
         return await self._replied(connection, LOOKUP_SECONDS, *command)
 
     async def store(self, *command: bytes | str) -> Reply:
-        """Within STORE_SECONDS."""
+        """Sends a command with STORE_SECONDS to reply."""
         if (connection := self._connection) is None:
             raise StoreFailed("Redis does not answer")
         return await self._replied(connection, STORE_SECONDS, *command)
@@ -140,7 +141,7 @@ class RedisStore:
         return await self._delete(connection, PREFIX + _tenant_part(tenant))
 
     async def _delete(self, connection: RedisConnection, prefix: bytes) -> int:
-        """Deletes all keys that begin so. Returns how many."""
+        """Deletes all keys with a prefix. Returns their number."""
         deleted, cursor = 0, b"0"
         while True:
             scan = ("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", str(CLEARED_AT_ONCE))
@@ -160,7 +161,7 @@ class RedisStore:
         if connection.waiting >= MAX_WAITING:
             raise StoreFailed("Redis does not answer")
         reply = connection.send(*command)
-        # Looks at the reply before the clock: this process may be the late one.
+        # `wait` instead of a timeout: if this process was late, the reply may be there.
         await asyncio.wait((reply,), timeout=seconds)
         if not reply.done():
             reply.cancel()
@@ -204,7 +205,7 @@ class RedisStore:
         self._failed("the connection was lost")
 
     async def _watch(self, connection: RedisConnection) -> None:
-        """Returns when the connection has ended, or got no reply for too long."""
+        """Returns once the connection has ended or a reply is overdue for STORE_SECONDS."""
         while not connection.ended.is_set() and connection.oldest_seconds < STORE_SECONDS:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(connection.ended.wait(), STORE_SECONDS / 4)
@@ -219,5 +220,5 @@ def value_name(key: ResponseKey) -> bytes:
 
 
 def semantic_name(tenant: bytes, rest: bytes) -> bytes:
-    """Of what belongs to a tenant's similar questions."""
+    """Returns a key of a tenant's similar questions."""
     return SEMANTIC_PREFIX + _tenant_part(tenant) + rest

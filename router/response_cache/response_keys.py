@@ -1,11 +1,10 @@
-"""Keys of responses: digests of all that answers depend on, and of who asks.
+"""Keys of responses: digests of the tenant and of everything that answers depend on.
 
-Another tenant, or another cache salt, has other keys, so no look-up can find its answers. Only
-requests whose answers are the same each time have a key: greedy ones, and those with the caller's
-seed.
+Another tenant or cache salt has other keys, so a look-up cannot find its answers. Only requests
+with repeatable answers have a key: greedy ones, and those with the caller's seed.
 
-A question is the last message of a chat. Its scope is everything else that decides the answer:
-only questions of one scope are compared.
+A question is the last message of a chat. Its scope is everything else that decides the answer: only
+questions of one scope are compared.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def tenant_digest(tenant: str) -> bytes:
 
 
 def response_key(request: Request, work: Work, model: bytes) -> ResponseKey | None:
-    """None where the next answers may differ, the model is unknown, or the caller wants none to be
-    kept."""
+    """Returns a request's key; None if its answers are not repeatable, the model is unknown or the
+    caller wants no caching."""
     repeatable = (work.sampling.greedy or request.seeded) and request.pooling is None
     if not repeatable or not model or request.caching is Caching.NEVER:
         return None
@@ -46,8 +45,8 @@ def response_key(request: Request, work: Work, model: bytes) -> ResponseKey | No
 
 
 def question_of(request: Request, work: Work, model: bytes, embedder: bytes) -> Question | None:
-    """What the semantic cache compares, of a request that has a response key. None where only the
-    same request may have its answer: tools, structures, logprobs, several answers, no chat."""
+    """Returns what the semantic cache compares, for a request that has a response key. None if only
+    the same request may get its answer: tools, structures, logprobs, several answers, no chat."""
     chat = request.prompt
     single = request.n == 1 and request.logprobs is None and request.prompt_logprobs is None
     if not isinstance(chat, ChatPrompt) or not single or chat.tools or work.grammar:
@@ -56,7 +55,7 @@ def question_of(request: Request, work: Work, model: bytes, embedder: bytes) -> 
     if last.role != "user" or chat.end != "open" or not last.content.strip():
         return None
     context = replace(chat, messages=(*chat.messages[:-1], replace(last, content="")))
-    # Without a limit of the caller's, the room that a question leaves would be in its scope.
+    # Not `work.max_tokens`: without the caller's limit, it depends on the question's length.
     decisive = _decisive(request, work, request.max_tokens or 0)
     decisive += repr(request.truncate_prompt_tokens).encode()
     tenant = tenant_digest(request.tenant)
@@ -66,7 +65,7 @@ def question_of(request: Request, work: Work, model: bytes, embedder: bytes) -> 
 
 
 def _decisive(request: Request, work: Work, max_tokens: int) -> bytes:
-    """What decides answers beside the prompt, the model and the tenant."""
+    """Returns what decides answers besides the prompt, the model and the tenant."""
     sampling = work.sampling
     chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
     values = (

@@ -1,9 +1,9 @@
-"""The semantic cache: answers a request with the answer to a similar question, where the caller
+"""The semantic cache: answers a request with the answer to a similar question, if the caller
 allows it.
 
-An Inquiry is one request's search. Its question is embedded by the prefill pool, once: for the
-search, and later to be found itself. In the shadow (shadow.py) it searches when the request has
-been computed. A hit may have to be verified (verification.py).
+An Inquiry is one request's search. The prefill pool embeds its question once, for the search and to
+add the question afterwards. In shadow mode (shadow.py) the search runs after the request has been
+computed. A hit may have to be verified (verification.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from baton.router.response_cache.verification import Verification
 from baton.v1 import timing_pb2
 
 EMBED_SECONDS = 5.0
-"""After which a question is not embedded any more."""
+"""Time limit for embedding a question."""
 
 Embed = Callable[[str, Request], Coroutine[None, None, bytes]]
-"""The vector of a text, in float32, for a request. Raises BatonError."""
+"""Returns a text's float32 vector, on behalf of a request. Raises BatonError."""
 AreSame = Callable[[str, str, Request], Coroutine[None, None, bool]]
-"""Whether two questions ask the same, for a request. Raises BatonError."""
+"""Returns whether two questions ask the same, on behalf of a request. Raises BatonError."""
 
 
 class SemanticCache:
@@ -55,8 +55,8 @@ class SemanticCache:
         embed: Embed,
         are_same: AreSame,
     ) -> Inquiry | None:
-        """None where only the same request's answer may be used, or the caller allows no other;
-        the shadow needs no permission."""
+        """Returns None if the request may only get an answer to the same request, or if the caller
+        does not allow others. Shadow mode needs no permission."""
         allowed = request.semantic_similarity
         if allowed is None and not self.shadow:
             return None
@@ -81,7 +81,7 @@ class Inquiry:
         embed: Callable[[], Coroutine[None, None, bytes]],
         verification: Verification | None,
     ) -> None:
-        """`key` is the request's own, and `least` the similarity that it needs."""
+        """`key` is the request's own key, `least` the least similarity of a hit."""
         self._cache = cache
         self._question = question
         self._key = key
@@ -89,27 +89,28 @@ class Inquiry:
         self._embed = embed
         self._embedding: asyncio.Task[bytes] | None = None
         self._verification = verification
-        self.held_seconds = 0.0  # for which the first token waited
-        self.computed: Computed | None = None  # set before `finish`, for the shadow
+        self.held_seconds = 0.0  # time for which the first token was held back
+        self.computed: Computed | None = None  # set before `finish`, for shadow mode
 
     @property
     def answers(self) -> bool:
-        """Whether it may answer its request."""
+        """True if a hit may answer the request: not in shadow mode."""
         return self._cache.shadow is None
 
     @property
     def kept_question(self) -> str:
-        """What is stored with the answer: only what a verification needs."""
+        """The question to store with the answer; empty unless hits are verified."""
         return self._question.text if self._verification else ""
 
     @property
     def refused(self) -> timing_pb2.RefusedHit | None:
-        """The hit that was not confirmed."""
+        """The hit that was not confirmed, if any."""
         return self._verification.refused if self._verification else None
 
     @property
     def hold_seconds(self) -> float:
-        """How much longer a first token may wait for a hit that is being verified."""
+        """Seconds for which the first token may still be held back; 0 unless a hit is being
+        verified."""
         return self._verification.seconds_left if self._verification else 0.0
 
     def note_held(self, seconds: float) -> None:
@@ -117,13 +118,13 @@ class Inquiry:
         self._cache.metrics.semantic_held.observe(seconds)
 
     def begin(self) -> None:
-        """Starts to embed the question."""
+        """Starts embedding the question."""
         if self._embedding is None:
-            self._embedding = asyncio.create_task(self._embedded())
+            self._embedding = asyncio.create_task(self._embed_question())
 
     async def find(self) -> FoundResponse | None:
-        """The answer to the most similar question. None too where something fails."""
-        result, found = "late", None  # where this is cancelled, since the first token has come
+        """Returns the answer to the most similar question; None also after a failure."""
+        result, found = "late", None  # if cancelled, since the first token has come
         try:
             near = await self._find()
             found = near if near and await self._confirms(near) else None
@@ -135,13 +136,13 @@ class Inquiry:
         return found
 
     async def finish(self, *, stored: bool) -> None:
-        """The request has been computed, and its response stored or not: adds its question."""
+        """Adds the question of a computed request if its response was stored."""
         if not stored:
             self.cancel()
             return
         result = "failed"
         try:
-            await self._shadow()
+            await self._record_shadow()
             await self._cache.questions.add(self._question, await self._vector(), self._key)
             result = "stored"
         except StoreFailed:
@@ -161,7 +162,7 @@ class Inquiry:
         return decode(found.value, cache.seconds, found.similarity) if found else None
 
     async def _confirms(self, found: FoundResponse) -> bool:
-        """Whether the served model confirms a hit; True where none is verified."""
+        """Asks the served model to confirm a hit. Returns True if hits are not verified."""
         verification, similarity = self._verification, found.cache.similarity
         if verification is None:
             return True
@@ -172,8 +173,8 @@ class Inquiry:
         self._cache.metrics.semantic_verifications.labels(result=result).inc()
         return same
 
-    async def _shadow(self) -> None:
-        """Records what would have been answered."""
+    async def _record_shadow(self) -> None:
+        """In shadow mode, records what would have been answered."""
         cache, computed = self._cache, self.computed
         if cache.shadow is None or computed is None:
             return
@@ -188,17 +189,18 @@ class Inquiry:
             await cache.shadow.record(near.similarity, tokens, computed, confirmed)
 
     async def _vector(self) -> bytes:
-        """Embeds the question, or waits until it is. Raises StoreFailed where that fails."""
+        """Returns the question's vector, embedding it first if necessary. Raises StoreFailed if
+        that fails."""
         self.begin()
         assert self._embedding
-        # The end of a search does not end it.
+        # Shielded, since the vector is needed after a search is cancelled.
         vector = await asyncio.shield(self._embedding)
         if not vector:
             raise StoreFailed("the question was not embedded")
         return vector
 
-    async def _embedded(self) -> bytes:
-        """Empty where it fails: nobody may wait for the result any more."""
+    async def _embed_question(self) -> bytes:
+        """Returns the vector, or b"" after a failure: an exception might never be retrieved."""
         try:
             async with asyncio.timeout(EMBED_SECONDS):
                 return await self._embed()

@@ -1,5 +1,6 @@
-"""The shadow of the semantic cache: requests are computed, and what it would have answered instead
-is compared with their answers and recorded in Redis, as numbers without texts and tenants."""
+"""The semantic cache's shadow mode: requests are computed, and the answers that the cache would
+have given are compared with theirs. The results are recorded in Redis, as numbers without texts
+and tenants."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from baton.router.response_cache.redis_store import SEMANTIC_PREFIX, RedisStore
 from baton.v1 import cluster_pb2, responses_pb2
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99)
-"""Similarities of which a report says what they would have done."""
+"""Least similarities whose effects a report lists."""
 FLOOR = 0.5
-"""Less similar questions are not recorded."""
+"""Hits of lower similarity are not recorded."""
 MOST_HITS = 100_000
 KEPT_SECONDS = 30 * 86400
 _HITS = SEMANTIC_PREFIX + b"shadow:hits"
@@ -31,11 +32,11 @@ return redis.call('EXPIRE', KEYS[1], ARGV[3])
 """
 
 Compare = Callable[[Sequence[int], Sequence[int]], Coroutine[None, None, float]]
-"""The similarity of two answers, by their tokens. Raises BatonError."""
+"""Returns the similarity of two answers, given by their tokens. Raises BatonError."""
 
 
 class Computed(NamedTuple):
-    """A request's own answer, and what it took."""
+    """A request's own answer and its cost."""
 
     token_ids: Sequence[int]
     prompt_tokens: int
@@ -54,8 +55,8 @@ class Shadow:
         computed: Computed,
         confirmed: bool | None = None,
     ) -> None:
-        """A question would have been answered with `found`, which a verification confirmed or not;
-        None: there was none. Raises StoreFailed."""
+        """Records a question that would have been answered with `found`. `confirmed` is the result
+        of the verification, None without one. Raises StoreFailed."""
         same = list(found) == list(computed.token_ids)
         try:
             answers = 1.0 if same else await computed.compare(found, computed.token_ids)
@@ -73,13 +74,13 @@ class Shadow:
         await self._write(hit.SerializeToString())
 
     async def record_miss(self) -> None:
-        """No question was similar. Raises StoreFailed."""
+        """Records a question without a similar one. Raises StoreFailed."""
         await self._write(b"")
 
     async def report(
         self, false_hit_rate: float, same_answer: float
     ) -> cluster_pb2.SemanticReportResponse:
-        """Raises StoreFailed."""
+        """Reports on all recorded hits. Raises StoreFailed."""
         requests = await self._store.store("GET", _REQUESTS)
         values = await self._store.store("LRANGE", _HITS, "0", "-1")
         kept = values if isinstance(values, list) else []
@@ -98,8 +99,8 @@ class JudgedHit(NamedTuple):
 
 
 def propose_similarity(hits: Iterable[JudgedHit], false_hit_rate: float) -> float | None:
-    """The least similarity from which on at most this share of hits is false, also if the next one
-    is. None where too few hits are known, or too many of the most similar are false."""
+    """Returns the least similarity from which on at most this share of hits is false, even if one
+    more were. None if too few hits are known or too many of the most similar are false."""
     ordered = sorted(hits, reverse=True)
     found = None
     wrong = accumulate(hit.false for hit in ordered)
@@ -117,7 +118,7 @@ def shadow_report(
     false_hit_rate: float,
     same_answer: float,
 ) -> cluster_pb2.SemanticReportResponse:
-    """A hit is false where the two answers are less similar than `same_answer`."""
+    """Builds a report. A hit is false if the two answers are less similar than `same_answer`."""
 
     def proposed(some: Sequence[responses_pb2.ShadowHit]) -> cluster_pb2.SemanticThreshold | None:
         judged = [JudgedHit(hit.similarity, hit.answer_similarity < same_answer) for hit in some]
@@ -135,7 +136,7 @@ def shadow_report(
 def _threshold(
     hits: Iterable[responses_pb2.ShadowHit], least: float, same_answer: float
 ) -> cluster_pb2.SemanticThreshold:
-    """What it would have done."""
+    """Returns the effects of a least similarity."""
     over = [hit for hit in hits if hit.similarity >= least]
     verified = [hit for hit in over if hit.HasField("confirmed")]
     refused = [hit for hit in verified if not hit.confirmed]

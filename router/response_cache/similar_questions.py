@@ -3,16 +3,16 @@
     baton:semantic:2:TENANT:SCOPE    a vector set: questions of one scope, by the request's digest
     baton:semantic:2:TENANT:used     a sorted set: all questions of the tenant, by their last use
 
-A question's answer is the response of its request (redis_store.py). Each scope, and so each tenant,
-has a vector set of its own: a search in one cannot find another's questions. Answers expire by
-themselves; a question that has lost its answer is removed when a search meets it, and a set when no
-question was added for as long as answers live.
+A question's answer is the response to its request (redis_store.py). Each scope, and so each tenant,
+has its own vector set: a search in one cannot find another's questions. Answers expire by
+themselves. A question without an answer is removed when a search finds it, a set when no question
+was added for the lifetime of an answer.
 
-A set's graph has vectors in 8 bits, which searches in a third of the time, but with a similarity of
-0.97 that may be 0.965 to 0.975. So the vector as it is stands beside, as the question's attribute:
-the similarity of what was found is computed from that.
+A set's graph has vectors in 8 bits, which are searched in a third of the time, but then a
+similarity of 0.97 means 0.965 to 0.975. So the full vector is kept as the question's attribute, and
+the similarity of found questions is computed from it.
 
-Each operation is one script, so that it is one round trip and nothing comes between its parts.
+Each operation is one script, so that it takes one round trip and is atomic.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from baton.router.response_cache.redis_store import RedisStore, semantic_name, v
 from baton.router.response_cache.response_keys import Question
 
 SLACK = 0.01
-"""By which a similarity in 8 bits may be wrong."""
+"""Largest error of a similarity in 8 bits."""
 CANDIDATES = 4
-"""Nearest questions of a search: some may have lost their answers."""
+"""Nearest questions that a search returns: some may have lost their answers."""
 EXPLORED = 64
-"""Nodes of the set's graph that a search keeps in view: more find the nearest more surely."""
+"""Exploration factor (EF) of a search: with more, the nearest question is found more surely."""
 LINKED = 64
-"""The same for a question that is added. Redis's own 200 would keep it from look-ups for four
-milliseconds and more where a set is large."""
+"""Exploration factor for adding a question. With Redis's default of 200, adding to a large set
+would delay look-ups by 4 ms and more."""
 EVICTED_AT_ONCE = 100
 
 _TOUCH = """
@@ -67,8 +67,8 @@ end
 return answered
 """
 )
-"""The questions that may be similar enough, up to the first that surely is. A full Redis refuses to
-note their use (pcall), and still answers."""
+"""Returns questions that may be similar enough, up to the first that certainly is. A full Redis
+cannot record their use (pcall) but still answers."""
 
 ADD = (
     _TOUCH
@@ -98,12 +98,14 @@ class SimilarQuestion(NamedTuple):
 
 class SimilarQuestions:
     def __init__(self, store: RedisStore, budget: int) -> None:
-        """`budget` is the most questions of one tenant; the least recently used is evicted."""
+        """`budget` is the most questions of one tenant; beyond it, the least recently used is
+        evicted."""
         self._store = store
         self._budget = str(budget)
 
     async def find(self, question: Question, vector: bytes, least: float) -> SimilarQuestion | None:
-        """The nearest question that has an answer and is similar enough. Raises StoreFailed."""
+        """Returns the nearest question that has an answer and a similarity of at least `least`.
+        Raises StoreFailed."""
         tenant, scope = question.tenant, question.scope.hex().encode()
         reply = await self._store.look_up(
             *("EVAL", FIND, "2", *_names(question)),
@@ -121,7 +123,7 @@ class SimilarQuestions:
         return SimilarQuestion(key, similarity, self._store.decrypt(value, key))
 
     async def add(self, question: Question, vector: bytes, key: ResponseKey) -> None:
-        """Raises StoreFailed."""
+        """Adds a question whose answer has `key`. Raises StoreFailed."""
         request, scope = key.request.hex().encode(), question.scope.hex().encode()
         await self._store.store(
             *("EVAL", ADD, "2", *_names(question)),
@@ -132,17 +134,17 @@ class SimilarQuestions:
 
 
 def cosine(one: bytes, other: bytes) -> float:
-    """Of two vectors in float32."""
+    """Returns the cosine of two float32 vectors."""
     a, b = numpy.frombuffer(one, "<f4"), numpy.frombuffer(other, "<f4")
     return float(a @ b / max(float(numpy.linalg.norm(a) * numpy.linalg.norm(b)), 1e-30))
 
 
 def _names(question: Question) -> tuple[bytes, bytes]:
-    """Of the scope's vector set, and of the tenant's uses."""
+    """Returns the keys of the scope's vector set and of the tenant's sorted set of uses."""
     scope = question.scope.hex().encode()
     return semantic_name(question.tenant, scope), semantic_name(question.tenant, b"used")
 
 
 def _score(similarity: float) -> float:
-    """As Redis has it: 1 for equal, 0 for opposite directions."""
+    """Converts a cosine to Redis's score: 1 for equal, 0 for opposite directions."""
     return (1 + similarity) / 2

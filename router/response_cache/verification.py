@@ -1,8 +1,8 @@
 """Verification of semantic hits: the served model says with one token whether two questions ask
 the same.
 
-The prompt has what never changes first, then the earlier question, then the new one: all but the
-new one is found in the prefix cache when an answer is about to be given again.
+The prompt begins with the fixed instructions, then the earlier question, then the new one. So when
+an earlier answer is found again, all but the new question is in the prefix cache.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Answer: {OTHER}"""
 
 
 def verification_chat(earlier: str, question: str) -> ChatPrompt:
-    """What the model is asked. Models that reason are asked not to."""
+    """Returns the chat for the model. Reasoning is turned off."""
     pair = f"Question 1: {earlier}\nQuestion 2: {question}\nAnswer:"
     messages = Message("system", INSTRUCTIONS), Message("user", pair)
     return ChatPrompt(messages, template_kwargs='{"enable_thinking": false}')
 
 
 class Verification:
-    """Of one question. At most one hit is verified, for at most `seconds`."""
+    """Verifies at most one hit of one question, within `seconds`."""
 
     def __init__(
         self, are_same: Callable[[str, str], Coroutine[None, None, bool]], seconds: float
@@ -51,16 +51,17 @@ class Verification:
         """`are_same` compares an earlier and a new question. It may raise BatonError."""
         self._are_same = are_same
         self._seconds = seconds
-        self._ends = 0.0  # while the model is asked: when its answer is too late
+        self._ends = 0.0  # deadline of the model's answer; 0 while it is not asked
         self.refused: timing_pb2.RefusedHit | None = None
 
     @property
     def seconds_left(self) -> float:
-        """Until its answer is too late; 0 where the model is not being asked."""
+        """Seconds until the model's answer is too late; 0 while it is not asked."""
         return max(0.0, self._ends - time.monotonic())
 
     async def confirms(self, earlier: str, question: str, similarity: float) -> bool:
-        """Whether both ask the same. An answer that was kept without its question has none."""
+        """Returns True if the model confirms that both ask the same. `earlier` is empty for an
+        answer that was kept without its question, which is refused."""
         began = time.monotonic()
         self._ends = began + self._seconds
         same = None
