@@ -1,5 +1,4 @@
-"""One answer: turns its tokens into the text, reasoning, tool calls and log probabilities that its
-edge gets.
+"""One answer: turns its tokens into text, reasoning, tool calls and log probabilities for its edge.
 
     Tokens ─▶ ledger ─▶ detokenizer ─▶ stop strings ─▶ splitter ─▶ AnswerDelta
 
@@ -64,8 +63,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """Returns the text that no stop string can reach any more: all of it when it is the
-        last."""
+        """Returns the text that can no longer be part of a stop string; all of it if this is the
+        last text."""
         if self.hit:
             return ""
         text = self._held + text
@@ -101,7 +100,7 @@ class AnswerText:
         return text + self._detokenizer.flush() if finish else text
 
     def _push_each(self, count: int, with_text: list[int], finish: FinishReason | None) -> str:
-        """One token at a time, to know which one completes a stop string."""
+        """Pushes one token at a time, to know which one completes a stop string."""
         text, stops = "", self.stops
         for seen, token in enumerate(with_text, start=1):
             text += stops.push(self._detokenizer.push([token]))
@@ -117,7 +116,7 @@ class AnswerText:
 
 
 class NoText(AnswerText):
-    """For a request that only scores its prompt: drops its one token."""
+    """The text of a request that only scores its prompt: drops its one token."""
 
     def push(self, tokens: list[int], finish: FinishReason | None) -> str:
         self.finish = FinishReason.LENGTH
@@ -125,7 +124,7 @@ class NoText(AnswerText):
 
 
 class Answer:
-    """Gets placements and tokens from the dispatcher, and emits events."""
+    """Turns placements and tokens from the dispatcher into events."""
 
     def __init__(
         self,
@@ -142,7 +141,7 @@ class Answer:
         cached: CachedAnswer | None = None,
         record: bool = False,
     ) -> None:
-        """`thinking`: the prompt ends within the reasoning; `cached`: the answer to replay;
+        """`thinking`: the prompt ends within the reasoning. `cached`: the answer to replay.
         `record`: keep the tokens for `recorded`."""
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         self.ledger = ledger
@@ -169,23 +168,23 @@ class Answer:
         self._cached: tuple[int, int] | None = None  # of the first attempt with tokens
 
     def placed(self, placement: Placement) -> None:
-        """Notes that an attempt begins, and where."""
+        """Notes the placement of an attempt."""
         self.ledger.place(placement)
         self._placements.append(_public(placement))
         if len(self._placements) == 1:
             self._start(placement.prefill, placement.decode)
 
     def replay(self) -> None:
-        """Emits a cached answer, whole."""
+        """Emits a whole cached answer."""
         assert self._cached_answer is not None
         self._start()
         if self.push(self._cached_answer.tokens):
-            # Another version of the router found a stop string that this one does not.
+            # This version does not find the stop string that the recording version found.
             self._text.finish = FinishReason.STOP
 
     def resume(self, token_ids: Sequence[int]) -> bool:
-        """Takes over tokens that the client has. Returns whether more are wanted; if not, the
-        client missed only the end."""
+        """Continues after tokens that the client has. Returns False if the client only missed the
+        end."""
         if not token_ids:
             return True
         finish = self._work.finish_reason(token_ids[-1], len(token_ids))
@@ -197,7 +196,7 @@ class Answer:
         return not over
 
     def recorded(self) -> CachedAnswer:
-        """The complete answer, to be replayed."""
+        """Returns the complete answer, for later replays."""
         assert self._recorded is not None
         accepted, rejected = self.ledger.accepted_tokens, self.ledger.rejected_tokens
         tokens = merged(self._recorded)._replace(guessed=accepted + rejected, accepted=accepted)
@@ -215,7 +214,7 @@ class Answer:
         self._emit(started)
 
     def push(self, tokens: Tokens) -> bool:
-        """Emits what the tokens add. Returns whether more are wanted."""
+        """Emits what the tokens add. Returns True if more tokens are wanted."""
         ids, count = tokens.token_ids, self._text.count
         if self._recorded is not None:
             self._recorded.append(tokens)
@@ -243,7 +242,7 @@ class Answer:
         return not over
 
     def finished(self) -> pb.Finished:
-        """The event that ends the answer."""
+        """Returns the event that ends the answer."""
         text = self._text
         assert text.finish is not None
         called = bool(self._call_ids) and text.finish is FinishReason.STOP
@@ -268,7 +267,7 @@ class Answer:
     def _measure(self, count: int) -> None:
         ledger, before = self.ledger, self.ledger.last
         ledger.note_tokens(count)
-        if before and self._work.background:  # gaps are pauses
+        if before and self._work.background:  # a gap may be a pause
             self._times.add_first(count, ledger.last)
         elif before:
             self._times.add(count, (ledger.last - before) / count, ledger.last)
@@ -277,8 +276,8 @@ class Answer:
             self._on_first_token(ledger)
 
     def _scored_prompt(self, first: Tokens) -> tuple[ScoredToken, ...]:
-        """The prompt's log probabilities, which come with the first tokens; none for its first
-        token."""
+        """Returns the prompt's log probabilities, which come with the first tokens; the prompt's
+        first token has none."""
         if self._request.prompt_logprobs is None:
             return ()
         begin, *rest = self._work.prompt_tokens
@@ -304,7 +303,7 @@ class Answer:
 def splitter_for(
     form: AnswerFormat, chat: ChatPrompt | None, *, thinking: bool, new_id: Callable[[], str]
 ) -> Splitter:
-    """The splitter of one answer; without a chat, all text is content."""
+    """Returns the splitter for one answer. Without a chat, all text is content."""
     if chat and form.tools is HARMONY:
         return HarmonySplitter(chat.callable_tools, new_id, reasoning=form.reasoning)
     splitter: Splitter = ContentSplitter()

@@ -1,4 +1,4 @@
-"""What a request emits to its edge (gRPC or HTTP) while it is served."""
+"""Events that a request emits to its edge (gRPC or HTTP)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of an answer or a prompt, and the likeliest tokens at its position, best first."""
+    """A token of an answer or a prompt, with the likeliest tokens at its position, best first."""
 
     chosen: TokenScore
     top: tuple[TokenScore, ...]
@@ -47,19 +47,19 @@ class AnswerDelta:
     text: str
     token_ids: list[int]
     index: int = 0
-    # One per token, where requested.
+    # One per token, if requested.
     logprobs: tuple[ScoredToken, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-    # With an answer's first delta: one per token of the prompt, where requested.
+    # With an answer's first delta: one per token of the prompt, if requested.
     prompt_logprobs: tuple[ScoredToken, ...] = ()
-    # All of an answer from the response cache: no client can be too slow for it.
+    # A whole answer from the response cache: no client is too slow for it.
     replayed: bool = False
-    # With an answer's first delta: of the prompt, where requested.
+    # With an answer's first delta: the prompt's embedding, if requested.
     embedding: bytes = b""
 
     def add(self, later: AnswerDelta) -> None:
-        """Appends what the same answer has emitted next."""
+        """Appends the same answer's next delta."""
         self.text += later.text
         self.token_ids = self.token_ids + later.token_ids  # others hold the first list
         self.logprobs += later.logprobs
@@ -71,7 +71,7 @@ class AnswerDelta:
 
 
 def merged(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:
-    """Consecutive deltas of one answer in one."""
+    """Merges consecutive deltas of one answer."""
     return AnswerDelta(
         "".join(each.text for each in deltas),
         list(chain.from_iterable(each.token_ids for each in deltas)),
@@ -84,7 +84,7 @@ def merged(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:
 
 
 def _joined(calls: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """One delta a call: clients take the first entry of a chunk for all of it."""
+    """Merges to one delta per call: clients read only a call's first entry in a chunk."""
     runs = (list(run) for _, run in groupby(calls, key=lambda call: call.index))
     return tuple(
         ToolCallDelta(run[0].index, run[0].id, run[0].name, "".join(each.arguments for each in run))
@@ -99,10 +99,10 @@ Vector = NDArray[numpy.float32]
 
 
 class EmbeddedInputs:
-    """The vectors of a call's inputs, from the events of their answers."""
+    """Collects the vectors of a call's inputs from the events of their answers."""
 
     def __init__(self, inputs: int, dimensions: int | None, *, normalized: bool) -> None:
-        """`dimensions` are the first ones, to which vectors are cut; None: all."""
+        """Vectors are cut to their first `dimensions`; None keeps all."""
         self._inputs = inputs
         self._dimensions = dimensions
         self._normalized = normalized
@@ -116,7 +116,7 @@ class EmbeddedInputs:
             self._found[event.index] = numpy.frombuffer(event.embedding, "<f4")
 
     def vectors(self) -> list[Vector]:
-        """One an input, in their order."""
+        """Returns one vector per input, in order."""
         if len(self._found) < self._inputs:
             raise Unavailable("a worker of another version returned no embedding")
         return [self._shape(self._found[index]) for index in range(self._inputs)]

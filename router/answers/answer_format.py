@@ -1,4 +1,4 @@
-"""How a model writes reasoning and tool calls: from its chat template, or as configured."""
+"""How a model writes reasoning and tool calls, from its chat template or the configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ReasoningMarkers = tuple[str, str]
 """Before and after reasoning."""
 
 THINK: ReasoningMarkers = ("<think>", "</think>")
-# Gemma's, Mistral's, an older Kimi's, all others'. The first pair that a template shows is its own.
+# Of Gemma, Mistral, an older Kimi, and all others. A model has the first pair in its template.
 REASONING_MARKERS: tuple[ReasoningMarkers, ...] = (
     ("<|channel>thought", "<channel|>"),
     ("[THINK]", "[/THINK]"),
@@ -51,18 +51,19 @@ class AnswerFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tokens that the splitters need as text, even where they are special."""
+        """Tokens that the splitters need as text, even if they are special."""
         begin, end = self.reasoning_markers
         reasoning = (begin, *MARKER.findall(begin), end) if self.reasoning else ()
         harmony = HARMONY_ENDS if self.tools is HARMONY else ()
         return (*self.tools.markers, *harmony, *reasoning)
 
     def opens_reasoning(self, rendered: str) -> bool:
-        """Whether a prompt ends within the reasoning."""
+        """True if a rendered prompt ends within the reasoning."""
         return self.reasoning and rendered.rstrip().endswith(self.reasoning_markers[0])
 
     def structures(self, request: Request, special_id: SpecialId) -> list[Structure]:
-        """What an answer must follow: any one of these, or nothing where the list is empty."""
+        """Returns the structures of which an answer must follow one; nothing if any text will
+        do."""
         chat, wanted = request.prompt, request.structure
         if not isinstance(chat, ChatPrompt) or not chat.tools:
             return [wanted] if wanted else []
@@ -78,7 +79,8 @@ class AnswerFormat:
         *,
         thinking: bool,
     ) -> str:
-        """The grammar of an answer that follows one of those of `structures`."""
+        """Returns the grammar of an answer that follows one of `grammars`, those of
+        `structures`."""
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         if self.tools is HARMONY and chat and chat.end == "open":
             return _in_messages(grammars, special_id, called=chat.must_call)
@@ -87,13 +89,13 @@ class AnswerFormat:
         return after_reasoning(grammar, end, special_id(end)) if thinking else grammar
 
     def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
-        """The structure of an answer that is exactly one tool call."""
+        """Returns the structure of an answer that is exactly one tool call."""
         return Structure("lark", CallGrammar(self.tools, special_id).grammar(chat.callable_tools))
 
 
 def _in_messages(grammars: Sequence[str], special_id: SpecialId, *, called: bool) -> str:
-    """The grammar of gpt-oss's messages: reasoning, then a call or the content. A call's grammar
-    has its header."""
+    """Returns the grammar of gpt-oss's messages: reasoning, then a call or the content. A call's
+    grammar includes its header."""
     *calls, last = grammars
     if not called:
         header = literal("<|channel|>final<|message|>", special_id)
@@ -110,7 +112,7 @@ PLAIN = AnswerFormat(HERMES, reasoning=False)
 
 
 def answer_format(template: str, tools: str, reasoning: str) -> AnswerFormat:
-    """The format as configured, or as the chat template shows it where that is "auto"."""
+    """Returns the configured format; "auto" takes it from the chat template."""
     form = tool_format_of(template) if tools == "auto" else FORMATS[tools]
     found = [each for each in REASONING_MARKERS if any(marker in template for marker in each)]
     shown = form is HARMONY or bool(found)
@@ -127,7 +129,8 @@ def with_tools(
     field: str,
     choice_field: str,
 ) -> ChatPrompt:
-    """The chat with checked tools; errors name `field`, or that of the choice among them."""
+    """Returns the chat with checked tools. Errors name `field`, or `choice_field` for errors in the
+    choice among them."""
     checked = tuple(_checked_tool(tool, field) for tool in tools)
     names = [tool.name for tool in checked]
     if len(names) > MAX_TOOLS:
@@ -135,7 +138,7 @@ def with_tools(
     if len(names) > len(set(names)):
         raise InvalidRequest("two tools have the same name", field=field)
     if must_call and not names:
-        raise InvalidRequest("a tool must be called, and there is none", field=choice_field)
+        raise InvalidRequest("a tool must be called, but there is none", field=choice_field)
     if unknown := next((name for name in allowed if name not in names), None):
         raise InvalidRequest(f"there is no tool {unknown!r} to call", field=choice_field)
     return dataclasses.replace(
@@ -156,5 +159,5 @@ def _checked_tool(tool: Tool, field: str) -> Tool:
         schema = None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the parameters of {tool.name} are no JSON Schema", field=field)
-    # Arguments are always an object.
+    # Parameters are always an object.
     return dataclasses.replace(tool, parameters=json.dumps({"type": "object", **schema}))

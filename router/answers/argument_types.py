@@ -1,4 +1,4 @@
-"""Types of a tool's arguments, for formats that write their values as plain text."""
+"""Types of a tool's arguments, for formats in which models write values as plain text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {
     dict: "object",
     type(None): "null",
 }
-# As templates write values that they turn into text.
+# Python's words, which templates write when they turn values into text.
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -31,7 +31,7 @@ class Argument(NamedTuple):
 
 
 def argument_schemas(tool: Tool) -> Iterator[Argument]:
-    """Each argument's schema, self-contained."""
+    """Yields each argument with a self-contained schema."""
     whole = json.loads(tool.parameters)
     properties, required = whole.get("properties"), _listed(whole.get("required"))
     shared = {name: whole[name] for name in _DEFINITIONS if name in whole}
@@ -41,7 +41,7 @@ def argument_schemas(tool: Tool) -> Iterator[Argument]:
 
 
 def _resolved(schema: object, whole: Schema) -> Schema:
-    """The definition that a schema refers to, if it refers to one of its document."""
+    """Returns the schema, or the definition of its document that it refers to."""
     found: Any = schema
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     if isinstance(reference, str) and reference.startswith("#/"):
@@ -52,7 +52,7 @@ def _resolved(schema: object, whole: Schema) -> Schema:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """The types that a value may have; empty where the schema does not say."""
+    """Returns the types that a value may have; nothing if the schema does not say."""
     given = schema.get("type")
     if given is not None:
         return {each for each in _listed(given) or [given] if isinstance(each, str)}
@@ -65,24 +65,24 @@ def types_of(schema: Schema) -> set[str]:
 
 
 def _listed(value: object) -> list[Any]:
-    """Empty for anything else: callers' schemas are not checked."""
+    """Returns a list, or an empty one for anything else: callers' schemas are not checked."""
     return value if isinstance(value, list) else []
 
 
 def is_scalar(schema: Schema) -> bool:
-    """Whether a value is a number or a word of JSON."""
+    """True if a value must be a number, a boolean or null."""
     types = types_of(schema)
     return bool(types) and types <= {"integer", "number", "boolean", "null"}
 
 
 def is_text(schema: Schema) -> bool:
-    """Whether a value is written as it is, since it may be any text."""
+    """True if a value may be any text, which is written without quotes."""
     types = types_of(schema)
     return not types or "string" in types
 
 
 def as_json(text: str, schema: Schema) -> str:
-    """A value that was written as text: of the type that the schema wants, or else a string."""
+    """Converts a value that was written as text to JSON: of the schema's type, or else a string."""
     types, written = types_of(schema), _WORDS.get(text.strip(), text.strip())
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)

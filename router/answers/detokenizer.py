@@ -1,17 +1,16 @@
 """Turns tokens into text while they arrive.
 
-The texts that a Detokenizer returns, joined, are exactly what decoding all tokens at once gives,
-without special tokens. It never returns part of a character, and a token's cost does not grow
-with the answer.
+The joined texts of a Detokenizer equal the decoding of all tokens at once, without special tokens.
+It never returns part of a character, and a token's cost does not grow with the answer.
 
-Tokenizers come in two kinds. In a byte-level one (GPT-2, Llama 3, Qwen) a token is some bytes:
-they go through an incremental UTF-8 decoder. The others (SentencePiece: Llama 2, Gemma, Mistral)
-decode token by token, with two exceptions. The first token may lose its leading space: so the last
-tokens are decoded again as context. And a run of byte tokens such as <0xE2> is valid or invalid as
-a whole: so a run is held back until it ends.
+There are two kinds of tokenizers. In a byte-level one (GPT-2, Llama 3, Qwen) a token is a run of
+bytes, which go through an incremental UTF-8 decoder. The others (SentencePiece: Llama 2, Gemma,
+Mistral) decode token by token, with two exceptions. The first token may lose its leading space, so
+the last tokens are decoded again as context. And a run of byte tokens such as <0xE2> is valid or
+invalid as a whole, so a run is held back until it ends.
 
-tokenizers' own DecodeStream is neither exact (it has no flush, and drops what never becomes valid
-UTF-8) nor able to show some special tokens and hide others.
+The DecodeStream of `tokenizers` is not exact (it has no flush, and drops what never becomes valid
+UTF-8) and cannot show some special tokens and hide others.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from baton.core.errors import UnsupportedModel
 
 
 class Detokenizer(Protocol):
-    """One answer's tokens to text."""
+    """Turns one answer's tokens into text."""
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Returns the text that these tokens complete."""
         ...
 
     def flush(self) -> str:
-        """What is left after the last token; half a character becomes U+FFFD."""
+        """Returns the rest after the last token; an incomplete character becomes U+FFFD."""
         ...
 
 
 def detokenizer_factory(
     tokenizer: Tokenizer | None, hidden: frozenset[int]
 ) -> Callable[[], Detokenizer]:
-    """Returns a maker of detokenizers that share what is known of the tokenizer. `hidden` tokens
-    have no text; without a tokenizer, none has."""
+    """Returns a factory of detokenizers that share tables. `hidden` tokens have no text; without a
+    tokenizer, no token has."""
     steps = _decoder_steps(tokenizer)
     if tokenizer is None or steps == ["ByteLevel"]:
         token_bytes = TokenBytes(tokenizer, hidden)
@@ -60,8 +59,8 @@ def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token by itself, looked up at first use; special tokens as they are
-    written. Hidden and unknown tokens have none."""
+    """The bytes of each single token, computed at first use. A special token has its text; hidden
+    and unknown tokens have none."""
 
     def __init__(self, tokenizer: Tokenizer | None, hidden: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._byte_ids = byte_ids
-        # Context tokens, whose text is _seen, and then those not returned yet.
+        # Context tokens, whose text is _seen, then tokens whose text is not returned yet.
         self._window: list[int] = []
         self._seen = ""
 
@@ -116,8 +115,8 @@ class WindowDetokenizer:
     def _new_text(self) -> str:
         text = self._decode(self._window)
         fresh, self._seen = text[len(self._seen) :], text
-        # The shortest context that has text: after one without, the next token would count as the
-        # first and lose its space.
+        # Keeps the shortest context with text: after one without, the next token would count as
+        # the first and lose its space.
         for width in (1, 2):
             if seen := self._decode(self._window[-width:]):
                 self._window, self._seen = self._window[-width:], seen
@@ -125,12 +124,12 @@ class WindowDetokenizer:
         return fresh
 
     def _decode(self, ids: list[int]) -> str:
-        # Those that are not shown were never in the window.
+        # Hidden tokens are never in the window.
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _decoder_steps(tokenizer: Tokenizer | None) -> list[str]:
-    """The types of the tokenizer's decoding steps, in order."""
+    """Returns the types of the tokenizer's decoding steps, in order."""
     if tokenizer is None or tokenizer.decoder is None:
         return []
     state = json.loads(tokenizer.decoder.__getstate__())
@@ -143,8 +142,8 @@ def _byte_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte: itself where it prints as
-    Latin-1; the others are U+0100 and following, in order."""
+    """Maps the characters of byte-level vocabularies to bytes. A byte that prints in Latin-1 is
+    written as itself, the others as U+0100 and following, in order."""
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
     return {chr(byte): byte for byte in printing} | {
@@ -156,14 +155,15 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _unmap_bytes(token: str) -> bytes:
-    """A token outside the alphabet, such as an added one, is its own text."""
+    """Returns a byte-level token's bytes; one outside the alphabet, such as an added one, is its
+    own text."""
     if all(character in _BYTE_OF for character in token):
         return bytes(_BYTE_OF[character] for character in token)
     return token.encode()
 
 
 def _sentence_piece_bytes(token: str) -> bytes:
-    """A piece writes U+2581 for a space, and <0xE2> for a byte."""
+    """Returns a piece's bytes. Pieces have U+2581 for a space, and <0xE2> for a byte."""
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes.fromhex(token[3:5])
     return token.replace("\u2581", " ").encode()

@@ -2,9 +2,9 @@
 
     text ─▶ ReasoningSplitter ─content─▶ ToolCallSplitter ─content─▶ ContentSplitter ─▶ AnswerDelta
 
-Each is used only where the model and the request need it (router/answers/answer_format.py), and
-holds back only text that may still become a marker. They scan in generators, which yield where
-they need more text.
+Each is used only if the model and the request need it (router/answers/answer_format.py), and holds
+back only text that may still become a marker. They scan in generators, which yield when they need
+more text.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_-]+)")
 
 class Splitter(Protocol):
     def push(self, text: str, delta: AnswerDelta) -> None:
-        """Adds what the text contributes to the delta."""
+        """Splits the text and adds the parts to the delta."""
 
     def flush(self, delta: AnswerDelta) -> None:
-        """Adds what was held back; no more text comes."""
+        """Adds held-back text at the end of the answer."""
 
 
 class ContentSplitter:
-    """All text is content."""
+    """Treats all text as content."""
 
     def push(self, text: str, delta: AnswerDelta) -> None:
         delta.text += text
@@ -46,11 +46,11 @@ class ContentSplitter:
 
 
 class SteppedSplitter(ABC):
-    """Scans its text in a generator, which yields where it needs more."""
+    """Scans its text in a generator, which yields when it needs more."""
 
     def __init__(self) -> None:
-        self._held = ""  # pushed, not scanned yet
-        self._delta = AnswerDelta("", [])  # of the text that was pushed last
+        self._held = ""  # pushed but not scanned
+        self._delta = AnswerDelta("", [])  # passed with the latest text
         self._steps = self._split()
 
     def push(self, text: str, delta: AnswerDelta) -> None:
@@ -63,14 +63,14 @@ class SteppedSplitter(ABC):
 
 
 class ReasoningSplitter(SteppedSplitter):
-    """A reasoning model writes <think> (or another marker), its reasoning, </think> and then its
-    content. Some chat templates write the <think> themselves. White space around the
-    markers is dropped."""
+    """Splits off the reasoning: models write <think> (or another marker), their reasoning, </think>
+    and then the content. Some chat templates write the <think> themselves. Drops white space around
+    the markers."""
 
     def __init__(
         self, *, thinking: bool, content: Splitter, markers: ReasoningMarkers = THINK
     ) -> None:
-        """`thinking` when the prompt ends within the reasoning; `content` gets the rest."""
+        """`thinking` says that the prompt ends within the reasoning. `content` gets the rest."""
         super().__init__()
         self._begin, self._end = markers
         self._thinking = thinking
@@ -100,7 +100,7 @@ class ReasoningSplitter(SteppedSplitter):
             yield
 
     def _think(self) -> Steps:
-        """Emits the reasoning, and drops the white space after it."""
+        """Emits the reasoning and drops the white space after it."""
         begun = False
         while self._thinking:
             reasoning, marker, rest = self._held.partition(self._end)
@@ -120,28 +120,29 @@ class ReasoningSplitter(SteppedSplitter):
 
 
 class HarmonySplitter(SteppedSplitter):
-    """gpt-oss writes messages (the harmony format):
+    """Splits gpt-oss's messages (the harmony format):
 
         <|channel|>analysis<|message|>…<|end|>                             reasoning
         <|start|>assistant<|channel|>commentary to=functions.name …<|message|>{…}<|call|>   a call
-        <|start|>assistant<|channel|>final<|message|>…<|return|>           content, as any other
+        <|start|>assistant<|channel|>final<|message|>…<|return|>           content
+        any other message                                                  content
 
-    The prompt has the first <|start|>assistant. The name may also be before the channel.
+    The prompt ends with the first <|start|>assistant. The name may also precede the channel.
     """
 
     def __init__(
         self, tools: Sequence[Tool], new_id: Callable[[], str], *, reasoning: bool = True
     ) -> None:
-        """Without `reasoning` it counts as content."""
+        """Without `reasoning`, reasoning counts as content."""
         super().__init__()
         self._tools = {tool.name for tool in tools}
         self._new_id = new_id
         self._reasoning = reasoning
         self._calls = 0
-        self._emit: Callable[[str], None] | None = None  # a message's text; None in its header
+        self._emit: Callable[[str], None] | None = None  # takes a message's text; None in headers
 
     def flush(self, delta: AnswerDelta) -> None:
-        """Half a header is dropped."""
+        """Emits held-back text, unless it is an incomplete header."""
         self._delta = delta
         if self._emit:
             self._emit(self._held)
@@ -196,7 +197,7 @@ class HarmonySplitter(SteppedSplitter):
 
 
 def held_back(text: str, markers: Iterable[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a marker."""
+    """Counts the characters at the end of `text` that may begin a marker."""
     longest = 0
     for marker in markers:
         start = text.find(marker[0], max(len(text) - len(marker) + 1, 0))

@@ -26,20 +26,20 @@ class Malformed(Exception):
 
 
 class ToolCallSplitter(SteppedSplitter):
-    """Finds tool calls.
+    """Splits off tool calls.
 
         content ─opener─▶ before a call ─{─▶ within it ─}─▶ after it ─▶ content, or before the next
-                              └──────────────┴─ not a call: becomes content, as it was written
+                              └──────────────┴─ not a call: becomes content, unchanged
 
     Text that may begin a call is held back until that is decided. A call's name is emitted as soon
-    as it is known, then the text of its arguments as it comes. Until the name has been emitted, a
-    malformed call can still become content.
+    as it is known, then its arguments as they come. Until its name is emitted, a malformed call
+    becomes content.
     """
 
     def __init__(
         self, form: ToolFormat, tools: Sequence[Tool], new_id: Callable[[], str] | None = None
     ) -> None:
-        """`new_id` makes the id of the next call; by default, as the format has them."""
+        """`new_id` makes the id of the next call; by default, one of the format."""
         super().__init__()
         self._section = [marker for marker in form.section if marker]
         self._marks = [form.opener, *self._section]
@@ -48,13 +48,13 @@ class ToolCallSplitter(SteppedSplitter):
         self._tools = {tool.name: tool for tool in tools}
         self._scanned = ""  # scanned but not emitted: may turn out not to be a call
         self._has_content = False  # other than white space
-        self._calls = 0  # whose name was emitted
+        self._calls = 0  # calls whose name was emitted
         self._named = False  # the name of the call being scanned was emitted
         self._closing = False  # a call is complete; markers of the format may follow it
         self._after_call = False  # no content since the last call
 
     def flush(self, delta: AnswerDelta) -> None:
-        """An unfinished call becomes content unless its name was emitted."""
+        """Emits an unfinished call as content unless its name was emitted."""
         self._delta = delta
         if not self._closing:
             self._add_content(self._scanned + self._held)
@@ -69,7 +69,8 @@ class ToolCallSplitter(SteppedSplitter):
                 self._give_up()
 
     def _find_call(self) -> bool:
-        """Emits content up to what may begin a call, whose opener counts as scanned."""
+        """Emits content up to what may begin a call, and scans the opener. Returns True if there
+        is one."""
         held, opener = self._held, self._form.opener
         begun = held.lstrip()
         may_be_bare = self._form.bare and not self._has_content
@@ -86,7 +87,8 @@ class ToolCallSplitter(SteppedSplitter):
         return found
 
     def _add_content(self, text: str) -> None:
-        """Without the markers of a section, which have the same effect as a call."""
+        """Emits content without a section's markers, after which white space is dropped as after a
+        call."""
         for marker in self._section:
             before, found, after = text.partition(marker)
             if found:
@@ -111,7 +113,7 @@ class ToolCallSplitter(SteppedSplitter):
         self._closing = False
 
     def _separator(self) -> Generator[None, None, bool]:
-        """Scans the format's own marker after a call. Returns whether it separates two calls."""
+        """Scans the format's marker after a call. Returns True if another call must follow."""
         separator, closer = self._form.separator, self._form.closer.strip()
         while True:
             yield from self._next()
@@ -122,8 +124,8 @@ class ToolCallSplitter(SteppedSplitter):
             _require(closer.startswith(scanned))
 
     def _give_up(self) -> None:
-        """Goes back to where the call began; its first marker or character is content. After a
-        call, all is content."""
+        """Goes back to the beginning of what is not a call, and emits its first marker or character
+        as content. After a complete call, emits nothing yet."""
         text, opener = self._scanned, self._form.opener
         marker = opener if text.startswith(opener) else text[:1]
         if self._closing:
@@ -199,7 +201,7 @@ class ToolCallSplitter(SteppedSplitter):
         self._emit_arguments(raw[-1])
 
     def _head(self) -> Generator[None, None, str]:
-        """Scans what is before a call's arguments, and what ends its name."""
+        """Scans the text up to the end of a call's name."""
         end, before = self._form.name_end, self._form.before.strip()
         if before and not end:
             yield from self._marker(before)
@@ -212,7 +214,7 @@ class ToolCallSplitter(SteppedSplitter):
         return head.removesuffix(end) if end else head[:-1]
 
     def _pairs(self, pairs: Pairs, name: str) -> Steps:
-        """Scans keys and values, and emits them as JSON."""
+        """Scans keys and values and emits them as JSON."""
         schemas = {each.key: each.schema for each in argument_schemas(self._tools[name])}
         begin = "{"
         end = pairs.end.strip()
@@ -229,7 +231,7 @@ class ToolCallSplitter(SteppedSplitter):
         self._emit_arguments("{}" if begin == "{" else "}")
 
     def _pair_value(self, pairs: Pairs, schema: Schema) -> Steps:
-        """A text is emitted as it comes, any other value when it is complete."""
+        """Emits a text as it comes, any other value when it is complete."""
         end, frame = pairs.value_end.strip(), pairs.frame
         if types_of(schema) != {"string"}:
             text = yield from self._until(end)
@@ -244,13 +246,13 @@ class ToolCallSplitter(SteppedSplitter):
         self._emit_arguments(escaped(held.removesuffix(end).removesuffix(frame)) + '"')
 
     def _loose(self, loose: LooseJson) -> Steps:
-        """Scans an object after its first character, and emits it as JSON."""
+        """Scans an object after its first character and emits it as JSON."""
         self._emit_arguments(loose.push("{"))
         while not loose.done:
             self._emit_arguments(loose.push((yield from self._next())))
 
     def _marker(self, *markers: str) -> Generator[None, None, str]:
-        """Scans one of the markers, and white space before it."""
+        """Scans white space, then one of the markers, which it returns."""
         text = yield from self._visible()
         while text not in markers:
             _require(any(marker.startswith(text) for marker in markers))
@@ -266,8 +268,8 @@ class ToolCallSplitter(SteppedSplitter):
     def _value(
         self, character: str, *, streams: bool = False
     ) -> Generator[None, None, tuple[str, str]]:
-        """Scans one JSON value from its first character. Returns it, and the character after it
-        where only that ends it. Where it `streams`, all but its last character is emitted."""
+        """Scans one JSON value from its first character. Returns it, and the character after it if
+        only that ended it. With `streams`, emits all but the last character."""
         raw, depth = "", 0
         quoted = escaped = bare = False  # in a string; after a backslash; a number or a word
         while True:
@@ -318,26 +320,26 @@ def _loads(raw: str) -> Any:
 
 
 class LooseJson:
-    """Turns one object or list as Gemma writes it into JSON, character by character:
-    {city:<|"|>Paris<|"|>,days:3}. Keys are bare, and strings are between markers, as they are."""
+    """Turns an object or list in Gemma's notation into JSON, character by character:
+    {city:<|"|>Paris<|"|>,days:3}. Keys are bare; strings are between markers, without escapes."""
 
     def __init__(self, quote: str) -> None:
-        """`quote` is the marker before and after a string; JSON's own are read as well."""
+        """`quote` is the marker before and after a string; JSON's quotes are accepted too."""
         self._quote = quote
-        self._end = ""  # of the string that is open
+        self._end = ""  # ends the open string; empty outside of strings
         self._held = ""
         self._depth = 0
         self.done = False
 
     def push(self, character: str) -> str:
-        """The JSON that is sure with it."""
+        """Returns the JSON that is certain with this character."""
         self._held += character
         return self._in_string() if self._end else self._between()
 
     def _in_string(self) -> str:
         held, end = self._held, self._end
         if end == '"':
-            # Written as in JSON: a backslash is held until the next character.
+            # A JSON string: a backslash is held until the next character.
             self._held = held if held == "\\" else ""
             self._end = "" if held == end else end
             return "" if self._held else held
@@ -363,5 +365,5 @@ class LooseJson:
 
 
 def escaped(text: str) -> str:
-    """As within a JSON string."""
+    """Escapes a text for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,4 +1,4 @@
-"""How models write tool calls, and how a chat template shows which of these forms is its model's.
+"""The formats in which models write tool calls, and how to find a model's in its chat template.
 
 hermes         <tool_call>{"name": …, "arguments": {…}}</tool_call>, one after the other
 llama3         {"name": …, "parameters": {…}}, the whole answer; several separated by ;
@@ -35,26 +35,25 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Arguments as keys and values. White space is what a forced call has; a parsed call may have
-    any, except around a value where `frame` is a line break."""
+    """Arguments as keys and values. White space is that of a forced call; a parsed call may have
+    any, except around a value if `frame` is a line break."""
 
     key: str
     key_end: str
     value: str
     value_end: str
-    end: str  # after the last
+    end: str  # after the last value
 
     @property
     def frame(self) -> str:
-        """The line break around a value that is not part of it."""
+        """The line break around a value that is not part of it, if any."""
         return "\n" if self.value_end.startswith("\n") else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call is opener, before, name, divider, arguments, closer; or name and arguments are one
-    JSON object, where there is neither divider nor quote. White space is what a forced call
-    has."""
+    """A call is opener, before, name, divider, arguments, closer. Without divider and quote, name
+    and arguments are one JSON object. White space is that of a forced call."""
 
     name: str
     pattern: str  # a regular expression that finds the format in a chat template
@@ -64,13 +63,13 @@ class ToolFormat:
     divider: str = ""
     id_marker: str = ""  # before an id between the name and the divider
     pairs: Pairs | None = None
-    quote: str = ""  # around strings, where arguments are not quite JSON (LooseJson)
+    quote: str = ""  # around strings, if arguments are not JSON but LooseJson
     section: tuple[str, str] = ("", "")  # around all calls
     arguments: str = "arguments"  # key of the arguments
     separator: str = ""  # between two calls, which share opener and closer
     bare: bool = False  # an answer that begins with { is a call
-    # "written": the text from `before` to the divider's marker. Some templates accept only short
-    # ones.
+    # "written": the model writes it, from `before` to the divider's marker. "short": 9 characters,
+    # since some templates accept no others.
     ids: Literal["drawn", "short", "written"] = "drawn"
 
     def new_id(self) -> str:
@@ -80,23 +79,23 @@ class ToolFormat:
 
     @property
     def named(self) -> bool:
-        """Whether the name is outside of the arguments' object."""
+        """True if the name is outside of the arguments' object."""
         return bool(self.divider or self.quote)
 
     @property
     def name_end(self) -> str:
-        """What ends a name; empty where any character that no name has ends it."""
+        """The marker that ends a name; empty if any character that no name has ends it."""
         markers: list[str] = MARKER.findall(self.divider)
         return markers[-1] if markers else self.divider.strip()
 
     def name_of(self, head: str) -> str:
-        """The tool's name in what is between opener and `name_end`."""
+        """Finds the tool's name in the text between opener and `name_end`."""
         found = _NAME.match(head.strip().removeprefix(self.before.strip()))
         return found[0] if found else ""
 
     @property
     def markers(self) -> set[str]:
-        """Tokens that are needed as text, even where they are special."""
+        """Tokens that are needed as text, even if they are special."""
         texts = [self.opener, self.closer, self.before, self.divider, self.id_marker, self.quote]
         texts += self.section
         if self.pairs:
@@ -211,5 +210,5 @@ FORMATS = {
 
 
 def tool_format_of(template: str) -> ToolFormat:
-    """The tool format that a chat template shows; the most common one where it shows none."""
+    """Returns the tool format that a chat template shows; if none, the most common one."""
     return next((each for each in FORMATS.values() if re.search(each.pattern, template)), HERMES)
