@@ -36,7 +36,7 @@ class _BoundEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Bound.ValueType
     BOUND_PREFILL: _Bound.ValueType  # 3
     """Requests wait for prefill."""
     BOUND_DECODE: _Bound.ValueType  # 4
-    """Requests wait for pages or places in decode's batches, or these are large."""
+    """Requests wait for decode's pages or batches, or its batches are large."""
     BOUND_TRANSFER: _Bound.ValueType  # 5
     """Answers wait for pages that move from prefill to decode."""
     BOUND_WORKERS: _Bound.ValueType  # 6
@@ -54,7 +54,7 @@ BOUND_NONE: Bound.ValueType  # 2
 BOUND_PREFILL: Bound.ValueType  # 3
 """Requests wait for prefill."""
 BOUND_DECODE: Bound.ValueType  # 4
-"""Requests wait for pages or places in decode's batches, or these are large."""
+"""Requests wait for decode's pages or batches, or its batches are large."""
 BOUND_TRANSFER: Bound.ValueType  # 5
 """Answers wait for pages that move from prefill to decode."""
 BOUND_WORKERS: Bound.ValueType  # 6
@@ -117,7 +117,7 @@ class RouterReport(_message.Message):
     decode_pages: _builtins.int
     """Pages in the smallest pool of a decode worker."""
     model: _builtins.str
-    """The model that all this is about."""
+    """The model of this report."""
     active_requests: _builtins.int
     """Requests to it that run or wait in this router."""
     @_builtins.property
@@ -179,7 +179,7 @@ class PlanRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Of which model; empty where there is only one."""
+    """The model; may be empty if there is only one."""
     def __init__(
         self,
         *,
@@ -222,7 +222,7 @@ class PlanResponse(_message.Message):
     """Decode workers that it always keeps."""
     @_builtins.property
     def last(self) -> Global___PlannedRound:
-        """Its last decision, also if that changes nothing."""
+        """Its last decision, even if it changes nothing."""
 
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedRound]:
@@ -316,7 +316,7 @@ class Members(_message.Message):
 
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Verdict]:
-        """How the latest ended worker processes ended, as others found."""
+        """Verdicts on the latest ended worker processes."""
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedAdapter]:
@@ -352,8 +352,8 @@ class NamedModel(_message.Message):
     name: _builtins.str
     """What requests give as their model."""
     keys: _builtins.str
-    """Its keys of the configuration, as JSON, such as {"model": "org/name",
-    "decode": {"workers": 2}}; what it leaves out is as for the others.
+    """Its configuration keys, as JSON, such as {"model": "org/name", "decode":
+    {"workers": 2}}. Other keys are those of the whole configuration.
     """
     def __init__(
         self,
@@ -391,7 +391,7 @@ class ModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedModel]:
-        """All that are served now, with their keys."""
+        """All models that are served now, with their keys."""
 
     def __init__(
         self,
@@ -509,15 +509,15 @@ class AddAdapterRequest(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What requests give as their model. One that is served is replaced; requests
-    that run keep what they began with.
+    """What requests give as their model. If the name is served already, its
+    adapter is replaced; running requests keep the former one.
     """
     folder: _builtins.str
-    """A folder of PEFT, the same on all nodes, or a hub's repository
-    (org/name@revision), which the configuration allows (adapter_folders).
+    """A folder in PEFT's format, the same on all nodes, or a hub's repository
+    (org/name@revision) that the configuration allows (adapter_folders).
     """
     model: _builtins.str
-    """The model that it belongs to; empty where there is only one."""
+    """The model that it belongs to; may be empty if there is only one."""
     def __init__(
         self,
         *,
@@ -539,7 +539,7 @@ class AddAdapterResponse(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """Of the adapter's weights and config."""
+    """The digest of the adapter's weights and config."""
     def __init__(
         self,
         *,
@@ -669,9 +669,9 @@ class ScaleRequest(_message.Message):
     prefill: _builtins.int
     """Wanted prefill workers, at least 1; unchanged when not set."""
     decode: _builtins.int
-    """Wanted decode workers."""
+    """Wanted decode workers, at least 1; unchanged when not set."""
     model: _builtins.str
-    """Of which model; empty where there is only one."""
+    """The model; may be empty if there is only one."""
     def __init__(
         self,
         *,
@@ -723,11 +723,11 @@ class PoolsResponse(_message.Message):
     """Wanted decode workers, of all models."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledWorker]:
-        """Those in the pools, and those that still drain."""
+        """Workers in the pools, and workers that still drain."""
 
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelPools]:
-        """The same by model."""
+        """The pools of each model."""
 
     def __init__(
         self,
@@ -952,8 +952,8 @@ class ClearResponsesRequest(_message.Message):
 
     TENANT_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """The name of the API key whose answers are deleted; empty for those of
-    requests without a key. Not set: all.
+    """The name of the API key whose answers are deleted; empty for requests
+    without a key. Not set: all answers.
     """
     def __init__(
         self,
@@ -997,8 +997,8 @@ class SemanticReportRequest(_message.Message):
     FALSE_HIT_RATE_FIELD_NUMBER: _builtins.int
     SAME_ANSWER_FIELD_NUMBER: _builtins.int
     false_hit_rate: _builtins.float
-    """The share of false hits for which a similarity is proposed, above 0 and below
-    1.
+    """The acceptable share of false hits, for which a least similarity is
+    proposed; above 0 and below 1.
     """
     same_answer: _builtins.float
     """The least similarity of two answers that say the same, above 0 and at most 1."""
@@ -1028,17 +1028,17 @@ class SemanticReportResponse(_message.Message):
     """Requests that were compared with earlier ones."""
     @_builtins.property
     def thresholds(self) -> _containers.RepeatedCompositeFieldContainer[Global___SemanticThreshold]:
-        """What some least similarities would have done, the lowest first."""
+        """The effects of some least similarities, the lowest first."""
 
     @_builtins.property
     def proposed(self) -> Global___SemanticThreshold:
-        """The same for the lowest similarity from which on at most that share of hits
-        is false. Not set where too few hits are known, or too many are false.
+        """The lowest similarity from which on at most that share of hits is false. Not
+        set if too few hits are known, or too many are false.
         """
 
     @_builtins.property
     def proposed_verified(self) -> Global___SemanticThreshold:
-        """The same of the hits that the served model confirmed, where it was asked."""
+        """As `proposed`, counting only hits that the served model confirmed."""
 
     def __init__(
         self,
@@ -1058,7 +1058,7 @@ Global___SemanticReportResponse: _TypeAlias = SemanticReportResponse  # noqa: Y0
 
 @_typing.final
 class SemanticThreshold(_message.Message):
-    """What a least similarity of questions would have done."""
+    """The effects of a least similarity of questions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1081,13 +1081,13 @@ class SemanticThreshold(_message.Message):
     false_hits: _builtins.int
     """Of these, those whose own answer is not similar: it says something else."""
     seconds: _builtins.float
-    """From arrival to the last token, of all hits."""
+    """Seconds from arrival to the last token, summed over all hits."""
     prompt_tokens: _builtins.int
-    """The prompts' tokens of all hits."""
+    """Prompt tokens of all hits."""
     completion_tokens: _builtins.int
-    """The answers' tokens of all hits."""
+    """Answer tokens of all hits."""
     verified_hits: _builtins.int
-    """Hits of which the served model was asked whether both questions ask the same."""
+    """Hits for which the served model was asked whether both questions ask the same."""
     refused_hits: _builtins.int
     """Of these, those that it did not confirm."""
     refused_false_hits: _builtins.int
@@ -1149,28 +1149,28 @@ class StatusResponse(_message.Message):
     uptime_seconds: _builtins.float
     """Seconds since it started."""
     model: _builtins.str
-    """The model's name; of several, the first."""
+    """The first model's name."""
     active_requests: _builtins.int
     """Requests that this router has not finished."""
     finished_requests: _builtins.int
-    """Requests finished, in any way, since it started."""
+    """Requests finished since it started, with any outcome."""
     queued_requests: _builtins.int
-    """Of the active requests, those that wait for a worker with room."""
+    """Of the active requests, those that wait for a worker with capacity."""
     queue_limit: _builtins.int
-    """How many may wait; a further one is refused."""
+    """The most requests that may wait; others are refused."""
     draining: _builtins.bool
     """Whether the router takes no new requests because it is stopping."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
-        """One entry a worker."""
+        """One entry per worker."""
 
     @_builtins.property
     def queued_priorities(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueuedPriority]:
-        """The queued requests by priority, the first to be admitted first."""
+        """The queued requests by priority, in order of admission."""
 
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]:
-        """One entry a model."""
+        """One entry per model."""
 
     def __init__(
         self,
@@ -1208,7 +1208,7 @@ class ModelStatus(_message.Message):
     active_requests: _builtins.int
     """This router's requests to it."""
     queued_requests: _builtins.int
-    """Of these, those that wait for a worker with room."""
+    """Of these, those that wait for a worker with capacity."""
     ready: _builtins.bool
     """Whether requests to it can be placed now."""
     def __init__(
@@ -1280,26 +1280,26 @@ class WorkerStatus(_message.Message):
     fault: _builtins.str
     """Why it cannot be used; empty when it can."""
     draining: _builtins.bool
-    """Whether it takes nothing new and only finishes what runs."""
+    """Whether it takes no new requests and only finishes the running ones."""
     known_pages: _builtins.int
     """Pages in its prefix cache, in use or not, as far as this router knows."""
     prompt_tokens: _builtins.int
-    """Tokens of prompts that this router sent it."""
+    """Tokens of the prompts that this router sent to it."""
     cached_tokens: _builtins.int
-    """Of these, those that it had cached."""
+    """Of these, the cached ones."""
     busy_share: _builtins.float
     """The share of the last seconds in which its engine computed, 0 to 1."""
     incarnation: _builtins.int
-    """A random number of its process: tells a restarted worker from one that has
-    not ended yet. 0 while it is not attached.
+    """A random number of its process: distinguishes a restarted worker from its
+    former process. 0 while it is not attached.
     """
     quantization: _builtins.str
     """How its layers' weights were quantized when they were loaded, such as
-    "int8"; empty where they were not, or while it is not attached.
+    "int8"; empty if they were not, or while it is not attached.
     """
     kv_dtype: _builtins.str
-    """What its pages hold, such as "int8"; empty where that is what its model
-    computes, or while it is not attached.
+    """The dtype of its pages, such as "int8"; empty if it is the model's own, or
+    while it is not attached.
     """
     @_builtins.property
     def member(self) -> Global___Member:
@@ -1375,7 +1375,7 @@ class DiagnoseRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Of which model; empty for the one with the most answers lately."""
+    """The model; empty for the one with the most recent answers."""
     def __init__(
         self,
         *,
@@ -1404,16 +1404,16 @@ class Diagnosis(_message.Message):
     bound: Global___Bound.ValueType
     """What limits the cluster."""
     sentence: _builtins.str
-    """The same in one sentence."""
+    """The limit in one sentence."""
     model: _builtins.str
-    """The model that all this is about."""
+    """The diagnosed model."""
     @_builtins.property
     def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The numbers behind it, a sentence each."""
 
     @_builtins.property
     def advice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What to change, the most useful first. Empty when nothing."""
+        """What to change, the most useful first; may be empty."""
 
     @_builtins.property
     def traffic(self) -> Global___Traffic:
@@ -1501,11 +1501,11 @@ class Traffic(_message.Message):
     """Seconds of pushing, hidden or not, summed over answers."""
     @_builtins.property
     def prompt_length(self) -> Global___Spread:
-        """Tokens of one prompt."""
+        """Tokens per prompt."""
 
     @_builtins.property
     def output_length(self) -> Global___Spread:
-        """Tokens of one answer."""
+        """Tokens per answer."""
 
     @_builtins.property
     def ttft(self) -> Global___Spread:
@@ -1581,7 +1581,7 @@ class TrendsRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Of which model; empty for the one with the most answers lately."""
+    """The model; empty for the one with the most recent answers."""
     def __init__(
         self,
         *,
@@ -1663,7 +1663,7 @@ Global___TrendPoint: _TypeAlias = TrendPoint  # noqa: Y015
 
 @_typing.final
 class PoolLoad(_message.Message):
-    """The workers of one pool that can be used."""
+    """The usable workers of one pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1678,7 +1678,7 @@ class PoolLoad(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     GUESSED_STEPS_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
-    """How many there are."""
+    """The number of workers."""
     busy_share: _builtins.float
     """The mean share of the last seconds in which their engines computed, 0 to 1."""
     waiting: _builtins.int
@@ -1686,7 +1686,7 @@ class PoolLoad(_message.Message):
     running: _builtins.int
     """Requests in their batches."""
     queued_tokens: _builtins.int
-    """Prompt tokens that they have yet to compute."""
+    """Prompt tokens that are not computed yet."""
     free_share: _builtins.float
     """The share of their pages that is free, 0 to 1."""
     transfers: _builtins.int
@@ -1694,7 +1694,7 @@ class PoolLoad(_message.Message):
     guessed_tokens: _builtins.int
     """Tokens that they have guessed and checked (speculation)."""
     accepted_tokens: _builtins.int
-    """Of these, those that were right."""
+    """Of these, the right ones."""
     guessed_steps: _builtins.int
     """Steps in which tokens of a request were guessed, counted for each request."""
     def __init__(

@@ -144,7 +144,8 @@ class Membership(object):
 
 
 class ControlStub(object):
-    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch.
+    """The controller's service for routers, which forward Admin's calls of the same names and ask for
+    permission to switch roles.
     """
 
     def __init__(self, channel):
@@ -196,7 +197,8 @@ class ControlStub(object):
 
 
 class ControlServicer(object):
-    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch.
+    """The controller's service for routers, which forward Admin's calls of the same names and ask for
+    permission to switch roles.
     """
 
     def Scale(self, request, context):
@@ -214,7 +216,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """What the planner has decided lately, and why.
+        """The planner's latest decisions, with reasons.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,29 +231,30 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def NameAdapter(self, request, context):
-        """Makes an adapter's name known to all routers, or unknown.
+        """Publishes an adapter's name to all routers, or removes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Models(self, request, context):
-        """The models to serve. Known as soon as the controller is, unlike the members.
+        """The models to serve. Unlike the members, known as soon as the controller
+        runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddModel(self, request, context):
-        """Starts workers of a further model. Returns when that is decided.
+        """Adds a model with its own workers. Returns when the change is saved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveModel(self, request, context):
-        """Ends a model's name in all routers, and its workers when no request to it
-        runs. Returns when that is decided.
+        """Removes a model's name from all routers, and its workers once no request to
+        it runs. Returns when the change is saved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,7 +312,8 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
-    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch.
+    """The controller's service for routers, which forward Admin's calls of the same names and ask for
+    permission to switch roles.
     """
 
     @staticmethod
@@ -631,8 +635,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drains a worker: it takes nothing new, finishes or hands back what runs,
-        and exits. Returns when the worker has been told.
+        """Drains a worker: it takes no new requests, finishes or hands back the
+        running ones, and exits. Returns when the worker has been notified.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -654,7 +658,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """What the planner has decided lately, and why. Needs a controller.
+        """The planner's latest decisions, with reasons. Needs a controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -704,7 +708,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SemanticReport(self, request, context):
-        """What the semantic cache would have answered, where it runs in the shadow.
+        """What the semantic cache would have answered, in shadow mode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -719,24 +723,24 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveAdapter(self, request, context):
-        """Ends an adapter's name. Returns when this router's requests under it have
-        ended.
+        """Removes an adapter's name. Returns when this router's requests under it
+        have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddModel(self, request, context):
-        """Serves a further model, with workers of its own. Returns when that is
-        decided: its workers are about to start. Needs a controller.
+        """Serves another model, with its own workers. Returns when the change is
+        saved, before the workers start. Needs a controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveModel(self, request, context):
-        """Ends a model's name. Requests that run end as they would have, then its
-        workers do. Returns when that is decided. Needs a controller.
+        """Removes a model's name. Its running requests end normally, then its workers
+        end. Returns when the change is saved. Needs a controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

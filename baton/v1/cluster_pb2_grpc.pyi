@@ -65,7 +65,9 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class ControlStub:
-    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch."""
+    """The controller's service for routers, which forward Admin's calls of the same names and ask for
+    permission to switch roles.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -76,25 +78,29 @@ class ControlStub:
     Pools: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]
     """The pools now."""
     Plan: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]
-    """What the planner has decided lately, and why."""
+    """The planner's latest decisions, with reasons."""
     PermitSwitch: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.PermitSwitchResponse]
     """Permits a role switch, which the router then carries out. Refused for the
     last worker of a role.
     """
     NameAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedAdapter, _cluster_pb2.NameAdapterResponse]
-    """Makes an adapter's name known to all routers, or unknown."""
+    """Publishes an adapter's name to all routers, or removes it."""
     Models: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ModelsRequest, _cluster_pb2.ModelsResponse]
-    """The models to serve. Known as soon as the controller is, unlike the members."""
+    """The models to serve. Unlike the members, known as soon as the controller
+    runs.
+    """
     AddModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]
-    """Starts workers of a further model. Returns when that is decided."""
+    """Adds a model with its own workers. Returns when the change is saved."""
     RemoveModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]
-    """Ends a model's name in all routers, and its workers when no request to it
-    runs. Returns when that is decided.
+    """Removes a model's name from all routers, and its workers once no request to
+    it runs. Returns when the change is saved.
     """
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
-    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch."""
+    """The controller's service for routers, which forward Admin's calls of the same names and ask for
+    permission to switch roles.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
@@ -102,24 +108,28 @@ class ControlAsyncStub(ControlStub):
     Pools: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
     """The pools now."""
     Plan: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]  # type: ignore[assignment]
-    """What the planner has decided lately, and why."""
+    """The planner's latest decisions, with reasons."""
     PermitSwitch: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.PermitSwitchResponse]  # type: ignore[assignment]
     """Permits a role switch, which the router then carries out. Refused for the
     last worker of a role.
     """
     NameAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedAdapter, _cluster_pb2.NameAdapterResponse]  # type: ignore[assignment]
-    """Makes an adapter's name known to all routers, or unknown."""
+    """Publishes an adapter's name to all routers, or removes it."""
     Models: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ModelsRequest, _cluster_pb2.ModelsResponse]  # type: ignore[assignment]
-    """The models to serve. Known as soon as the controller is, unlike the members."""
+    """The models to serve. Unlike the members, known as soon as the controller
+    runs.
+    """
     AddModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]  # type: ignore[assignment]
-    """Starts workers of a further model. Returns when that is decided."""
+    """Adds a model with its own workers. Returns when the change is saved."""
     RemoveModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]  # type: ignore[assignment]
-    """Ends a model's name in all routers, and its workers when no request to it
-    runs. Returns when that is decided.
+    """Removes a model's name from all routers, and its workers once no request to
+    it runs. Returns when the change is saved.
     """
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
-    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch."""
+    """The controller's service for routers, which forward Admin's calls of the same names and ask for
+    permission to switch roles.
+    """
 
     @_abc_1.abstractmethod
     def Scale(
@@ -143,7 +153,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.PlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PlanResponse, _abc.Awaitable[_cluster_pb2.PlanResponse]]:
-        """What the planner has decided lately, and why."""
+        """The planner's latest decisions, with reasons."""
 
     @_abc_1.abstractmethod
     def PermitSwitch(
@@ -161,7 +171,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.NamedAdapter,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.NameAdapterResponse, _abc.Awaitable[_cluster_pb2.NameAdapterResponse]]:
-        """Makes an adapter's name known to all routers, or unknown."""
+        """Publishes an adapter's name to all routers, or removes it."""
 
     @_abc_1.abstractmethod
     def Models(
@@ -169,7 +179,9 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.ModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ModelsResponse, _abc.Awaitable[_cluster_pb2.ModelsResponse]]:
-        """The models to serve. Known as soon as the controller is, unlike the members."""
+        """The models to serve. Unlike the members, known as soon as the controller
+        runs.
+        """
 
     @_abc_1.abstractmethod
     def AddModel(
@@ -177,7 +189,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.NamedModel,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.AddModelResponse, _abc.Awaitable[_cluster_pb2.AddModelResponse]]:
-        """Starts workers of a further model. Returns when that is decided."""
+        """Adds a model with its own workers. Returns when the change is saved."""
 
     @_abc_1.abstractmethod
     def RemoveModel(
@@ -185,8 +197,8 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.RemoveModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.RemoveModelResponse, _abc.Awaitable[_cluster_pb2.RemoveModelResponse]]:
-        """Ends a model's name in all routers, and its workers when no request to it
-        runs. Returns when that is decided.
+        """Removes a model's name from all routers, and its workers once no request to
+        it runs. Returns when the change is saved.
         """
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -199,8 +211,8 @@ class AdminStub:
     Status: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]
     """The cluster as a router sees it now."""
     Drain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
-    """Drains a worker: it takes nothing new, finishes or hands back what runs,
-    and exits. Returns when the worker has been told.
+    """Drains a worker: it takes no new requests, finishes or hands back the
+    running ones, and exits. Returns when the worker has been notified.
     """
     Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.PoolsResponse]
     """Scales the pools: new workers start, surplus workers drain. Returns when
@@ -209,7 +221,7 @@ class AdminStub:
     Pools: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]
     """The pools now. Needs a controller."""
     Plan: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]
-    """What the planner has decided lately, and why. Needs a controller."""
+    """The planner's latest decisions, with reasons. Needs a controller."""
     SwitchRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.SwitchRoleResponse]
     """Drains a worker and switches its role; it keeps its weights and pages.
     Returns when it has switched.
@@ -225,22 +237,22 @@ class AdminStub:
     ClearResponses: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClearResponsesRequest, _cluster_pb2.ClearResponsesResponse]
     """Deletes answers from the response cache: the shared one, or this router's."""
     SemanticReport: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SemanticReportRequest, _cluster_pb2.SemanticReportResponse]
-    """What the semantic cache would have answered, where it runs in the shadow."""
+    """What the semantic cache would have answered, in shadow mode."""
     AddAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.AddAdapterRequest, _cluster_pb2.AddAdapterResponse]
     """Serves a LoRA adapter under a name from now on. Returns when every worker
     has loaded it.
     """
     RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RemoveAdapterRequest, _cluster_pb2.RemoveAdapterResponse]
-    """Ends an adapter's name. Returns when this router's requests under it have
-    ended.
+    """Removes an adapter's name. Returns when this router's requests under it
+    have ended.
     """
     AddModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]
-    """Serves a further model, with workers of its own. Returns when that is
-    decided: its workers are about to start. Needs a controller.
+    """Serves another model, with its own workers. Returns when the change is
+    saved, before the workers start. Needs a controller.
     """
     RemoveModel: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]
-    """Ends a model's name. Requests that run end as they would have, then its
-    workers do. Returns when that is decided. Needs a controller.
+    """Removes a model's name. Its running requests end normally, then its workers
+    end. Returns when the change is saved. Needs a controller.
     """
 
 @_typing.type_check_only
@@ -249,8 +261,8 @@ class AdminAsyncStub(AdminStub):
     Status: _aio.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]  # type: ignore[assignment]
     """The cluster as a router sees it now."""
     Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]  # type: ignore[assignment]
-    """Drains a worker: it takes nothing new, finishes or hands back what runs,
-    and exits. Returns when the worker has been told.
+    """Drains a worker: it takes no new requests, finishes or hands back the
+    running ones, and exits. Returns when the worker has been notified.
     """
     Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
     """Scales the pools: new workers start, surplus workers drain. Returns when
@@ -259,7 +271,7 @@ class AdminAsyncStub(AdminStub):
     Pools: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
     """The pools now. Needs a controller."""
     Plan: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]  # type: ignore[assignment]
-    """What the planner has decided lately, and why. Needs a controller."""
+    """The planner's latest decisions, with reasons. Needs a controller."""
     SwitchRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.SwitchRoleResponse]  # type: ignore[assignment]
     """Drains a worker and switches its role; it keeps its weights and pages.
     Returns when it has switched.
@@ -275,22 +287,22 @@ class AdminAsyncStub(AdminStub):
     ClearResponses: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClearResponsesRequest, _cluster_pb2.ClearResponsesResponse]  # type: ignore[assignment]
     """Deletes answers from the response cache: the shared one, or this router's."""
     SemanticReport: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SemanticReportRequest, _cluster_pb2.SemanticReportResponse]  # type: ignore[assignment]
-    """What the semantic cache would have answered, where it runs in the shadow."""
+    """What the semantic cache would have answered, in shadow mode."""
     AddAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.AddAdapterRequest, _cluster_pb2.AddAdapterResponse]  # type: ignore[assignment]
     """Serves a LoRA adapter under a name from now on. Returns when every worker
     has loaded it.
     """
     RemoveAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RemoveAdapterRequest, _cluster_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
-    """Ends an adapter's name. Returns when this router's requests under it have
-    ended.
+    """Removes an adapter's name. Returns when this router's requests under it
+    have ended.
     """
     AddModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.NamedModel, _cluster_pb2.AddModelResponse]  # type: ignore[assignment]
-    """Serves a further model, with workers of its own. Returns when that is
-    decided: its workers are about to start. Needs a controller.
+    """Serves another model, with its own workers. Returns when the change is
+    saved, before the workers start. Needs a controller.
     """
     RemoveModel: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RemoveModelRequest, _cluster_pb2.RemoveModelResponse]  # type: ignore[assignment]
-    """Ends a model's name. Requests that run end as they would have, then its
-    workers do. Returns when that is decided. Needs a controller.
+    """Removes a model's name. Its running requests end normally, then its workers
+    end. Returns when the change is saved. Needs a controller.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -308,8 +320,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.DrainResponse, _abc.Awaitable[_cluster_pb2.DrainResponse]]:
-        """Drains a worker: it takes nothing new, finishes or hands back what runs,
-        and exits. Returns when the worker has been told.
+        """Drains a worker: it takes no new requests, finishes or hands back the
+        running ones, and exits. Returns when the worker has been notified.
         """
 
     @_abc_1.abstractmethod
@@ -336,7 +348,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.PlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PlanResponse, _abc.Awaitable[_cluster_pb2.PlanResponse]]:
-        """What the planner has decided lately, and why. Needs a controller."""
+        """The planner's latest decisions, with reasons. Needs a controller."""
 
     @_abc_1.abstractmethod
     def SwitchRole(
@@ -394,7 +406,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.SemanticReportRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.SemanticReportResponse, _abc.Awaitable[_cluster_pb2.SemanticReportResponse]]:
-        """What the semantic cache would have answered, where it runs in the shadow."""
+        """What the semantic cache would have answered, in shadow mode."""
 
     @_abc_1.abstractmethod
     def AddAdapter(
@@ -412,8 +424,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.RemoveAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.RemoveAdapterResponse, _abc.Awaitable[_cluster_pb2.RemoveAdapterResponse]]:
-        """Ends an adapter's name. Returns when this router's requests under it have
-        ended.
+        """Removes an adapter's name. Returns when this router's requests under it
+        have ended.
         """
 
     @_abc_1.abstractmethod
@@ -422,8 +434,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.NamedModel,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.AddModelResponse, _abc.Awaitable[_cluster_pb2.AddModelResponse]]:
-        """Serves a further model, with workers of its own. Returns when that is
-        decided: its workers are about to start. Needs a controller.
+        """Serves another model, with its own workers. Returns when the change is
+        saved, before the workers start. Needs a controller.
         """
 
     @_abc_1.abstractmethod
@@ -432,8 +444,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.RemoveModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.RemoveModelResponse, _abc.Awaitable[_cluster_pb2.RemoveModelResponse]]:
-        """Ends a model's name. Requests that run end as they would have, then its
-        workers do. Returns when that is decided. Needs a controller.
+        """Removes a model's name. Its running requests end normally, then its workers
+        end. Returns when the change is saved. Needs a controller.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

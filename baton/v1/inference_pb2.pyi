@@ -6,8 +6,8 @@ The client API: what a user of a Baton cluster calls.
 Errors are gRPC status codes. Each carries a google.rpc.Status in its
 trailer (grpc-status-details-bin) with a google.rpc.ErrorInfo: `reason` is a
 stable name such as PROMPT_TOO_LONG, `domain` is "baton", and `metadata`
-names the offending field where there is one. Where trying again later may
-help, a google.rpc.RetryInfo says when.
+names the offending field, if any. If trying again later may help, a
+google.rpc.RetryInfo says when.
 """
 
 from baton.v1 import timing_pb2 as _timing_pb2
@@ -40,7 +40,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the end of the context."""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
-    """As STOP, of an answer that calls tools."""
+    """As STOP, for an answer that calls tools."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -51,7 +51,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the end of the context."""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
-"""As STOP, of an answer that calls tools."""
+"""As STOP, for an answer that calls tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _Pooling:
@@ -69,7 +69,7 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     POOLING_MEAN: _Pooling.ValueType  # 2
     """The mean over all tokens. The whole prompt is computed."""
     POOLING_ENCODER: _Pooling.ValueType  # 3
-    """As the embedding model pools. No other way is served with it."""
+    """The embedding model's own pooling, the only one for that model."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """How the hidden states of a prompt's tokens become one vector."""
@@ -83,7 +83,7 @@ POOLING_LAST: Pooling.ValueType  # 1
 POOLING_MEAN: Pooling.ValueType  # 2
 """The mean over all tokens. The whole prompt is computed."""
 POOLING_ENCODER: Pooling.ValueType  # 3
-"""As the embedding model pools. No other way is served with it."""
+"""The embedding model's own pooling, the only one for that model."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
@@ -113,61 +113,61 @@ class GenerateRequest(_message.Message):
     SEMANTIC_SIMILARITY_FIELD_NUMBER: _builtins.int
     CACHE_HINT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The name of the model, or of an adapter of it, as ListModels gives it. Empty
-    means the model.
+    """The name of a model, or of an adapter, as ListModels returns it. May be empty
+    if there is only one model.
     """
     text: _builtins.str
     """Plain text, tokenized with the model's special tokens (such as BOS)."""
     max_tokens: _builtins.int
-    """The most tokens to generate, at least 1. Unset means the model's default, or
-    else up to the end of its context.
+    """The most tokens to generate, at least 1. Unset: the model's default, or else
+    the rest of its context.
     """
     ignore_eos: _builtins.bool
-    """Go on past the model's end tokens."""
+    """Continue past the model's end tokens."""
     request_id: _builtins.str
     """A name for this request in logs and answers. Empty means the router
     chooses one. It need not be unique.
     """
     n: _builtins.int
-    """How many answers to generate, 1 to 16. Unset means 1. Each counts as a
-    request of its own where requests are counted or wait. Answer 0 is the one
-    that is generated alone; see Finished.seed for the others.
+    """How many answers to generate, 1 to 16. Unset: 1. Each counts as a request of
+    its own in limits and queues. Answer 0 is the one that a request with n = 1
+    gets; see Finished.seed for the others.
     """
     cache_salt: _builtins.str
-    """Requests share cached work on their prompts only with those of the same
-    salt: who must not learn, by how fast an answer comes, what others asked,
-    has a salt of its own. At most 256 characters.
+    """Requests share cached pages only with those of the same salt. Callers with
+    different salts cannot learn from response times what others asked. At most
+    256 characters.
     """
     logprobs: _builtins.int
-    """Set where each token of the answer is to come with its log probability: how
-    many of the likeliest tokens to tell with it, 0 to 20.
+    """If each token of the answer is to come with its log probability: how many of
+    the likeliest tokens to return with it, 0 to 20.
     """
     json_schema: _builtins.str
-    """JSON that this JSON Schema holds for. {"type": "object"} is any object."""
+    """JSON that is valid for this JSON Schema. {"type": "object"} is any object."""
     regex: _builtins.str
     """Text that this regular expression matches from end to end."""
     grammar: _builtins.str
     """A sentence of this grammar, in llguidance's variant of Lark."""
     prompt_logprobs: _builtins.int
-    """Set where each token of the prompt but the first is to come with its log
-    probability: how many of the likeliest tokens to tell with it, 0 to 20. The
-    whole prompt is then computed, whatever is cached.
+    """If each token of the prompt but the first is to come with its log
+    probability: how many of the likeliest tokens to return with it, 0 to 20. The
+    whole prompt is then computed, even if it is cached.
     """
     prediction: _builtins.str
     """The answer as the caller predicts it, such as the text to be edited; at most
-    128 Ki characters. It changes no answer: where the cluster speculates, an
-    answer comes faster as far as this is right.
+    128 Ki characters. It does not change the answer: in a cluster that
+    speculates, the answer comes faster as far as the prediction is right.
     """
     priority: _builtins.int
-    """The lower, the earlier it is admitted where requests wait for workers, in
-    [-1000, 1000]; among requests of one priority the API keys take turns. A key
-    may have a least one, which counts where the request's is lower.
+    """Of requests that wait for workers, the one with the lowest priority is
+    admitted first, in [-1000, 1000]; within one priority the API keys take turns.
+    A key may have a least priority, which replaces lower ones.
     """
     semantic_similarity: _builtins.float
-    """Set where a cached answer to a similar question will do (the semantic
-    cache): the least cosine similarity of the two questions, in [0, 1]. The
-    operator's least counts where it is higher. May also be said in the metadata,
-    as "x-baton-semantic-similarity", or for an API key.
+    """Set if the answer to a similar question may be returned (the semantic cache):
+    the least cosine similarity of the two questions, in [0, 1]. The operator may
+    require a higher one. Can also be set in the metadata, as
+    "x-baton-semantic-similarity", or for an API key.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -179,14 +179,15 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
-        """How each next token is chosen. What is unset is as in the model's
-        generation_config.json; where that says nothing, as said at each field.
+        """How each token is chosen. Unset fields are taken from the model's
+        generation_config.json; if that has none either, from the default given at
+        each field.
         """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the answer, beside the model's own end tokens. The
-        token that ends the answer is part of its token ids, not of its text.
+        """Token ids that end the answer, besides the model's own end tokens. The token
+        that ends the answer is part of its token ids, not of its text.
         """
 
     @_builtins.property
@@ -195,15 +196,15 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Set to resume a stream that broke, on any router: the tokens of the answer
-        that the caller has. Everything else is as in the first call, with the seed of
-        its Started. Deltas then hold what follows these tokens, and Finished counts
-        them too. Only where n is 1.
+        """To resume a broken stream, on any router: the tokens of the answer that the
+        caller has. Everything else is as in the first call, with the seed of its
+        Started. Deltas then hold what follows these tokens, and Finished counts them
+        too. Only with n = 1.
         """
 
     @_builtins.property
     def cache_hint(self) -> Global___CacheHint:
-        """How the prompt's cached pages are evicted. Unset: as those of others."""
+        """How long the prompt's cached pages are kept. Unset: as long as any others."""
 
     def __init__(
         self,
@@ -268,15 +269,15 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class CacheHint(_message.Message):
-    """What the caller knows of later prompts. It changes no answer."""
+    """What the caller knows of later prompts. It does not change the answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     ttl_seconds: _builtins.int
-    """Prompts that begin as this one are expected within so many seconds, at most
-    86,400: its cached pages count as used for as long. They are evicted later
-    than others, but never held where a request needs pages.
+    """Prompts with the same beginning are expected within this number of seconds,
+    at most 86,400. The prompt's cached pages count as used for that time: they
+    are evicted later than others, but not held if a request needs pages.
     """
     def __init__(
         self,
@@ -305,12 +306,12 @@ class Chat(_message.Message):
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """Functions that the model may ask the caller to call, at most 128. They are
-        handed to the chat template, and calls come as Delta.tool_calls.
+        passed to the chat template, and calls come as Delta.tool_calls.
         """
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice:
-        """Whether it must call one."""
+        """Whether the model must call a tool."""
 
     def __init__(
         self,
@@ -338,20 +339,20 @@ class ChatMessage(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: "system", "user", "assistant", "tool", or a role the template
-    knows.
+    """The author: "system", "user", "assistant", "tool", or another role that the
+    template knows.
     """
     content: _builtins.str
-    """What is said."""
+    """The text."""
     tool_call_id: _builtins.str
     """In a tool's message: the id of the call that it answers."""
     name: _builtins.str
-    """In a tool's message: the tool's name, for templates that want it."""
+    """In a tool's message: the tool's name, for templates that need it."""
     reasoning: _builtins.str
-    """What the assistant thought, in a message of its own."""
+    """In an assistant's message: its reasoning."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """What the assistant called, in a message of its own."""
+        """In an assistant's message: its tool calls."""
 
     def __init__(
         self,
@@ -383,7 +384,7 @@ class Tool(_message.Message):
     description: _builtins.str
     """What it does, for the model."""
     parameters: _builtins.str
-    """Its arguments: a JSON Schema of an object. Empty: anything."""
+    """Its arguments: a JSON Schema of an object. Empty: any object."""
     def __init__(
         self,
         *,
@@ -412,11 +413,9 @@ class ToolChoice(_message.Message):
         MODE_AUTO: ToolChoice._Mode.ValueType  # 0
         """The model."""
         MODE_NONE: ToolChoice._Mode.ValueType  # 1
-        """No tool is called, and the model is not told of any."""
+        """No tool is called, and the model sees none."""
         MODE_REQUIRED: ToolChoice._Mode.ValueType  # 2
-        """The caller: exactly one call, and nothing else, is made certain by a
-        grammar.
-        """
+        """The caller: a grammar forces exactly one call, and nothing else."""
 
     class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
         """Who decides."""
@@ -424,11 +423,9 @@ class ToolChoice(_message.Message):
     MODE_AUTO: ToolChoice.Mode.ValueType  # 0
     """The model."""
     MODE_NONE: ToolChoice.Mode.ValueType  # 1
-    """No tool is called, and the model is not told of any."""
+    """No tool is called, and the model sees none."""
     MODE_REQUIRED: ToolChoice.Mode.ValueType  # 2
-    """The caller: exactly one call, and nothing else, is made certain by a
-    grammar.
-    """
+    """The caller: a grammar forces exactly one call, and nothing else."""
 
     MODE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
@@ -458,7 +455,7 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Names the call among those of its answer."""
+    """Identifies the call within its answer."""
     name: _builtins.str
     """The tool."""
     arguments: _builtins.str
@@ -557,14 +554,14 @@ class SamplingParameters(_message.Message):
     in the prompt or the answer. Above 0. Unset: 1.
     """
     presence_penalty: _builtins.float
-    """Taken from the logit of every token already in the answer, in [-2, 2]."""
+    """Subtracted from the logit of every token already in the answer, in [-2, 2]."""
     frequency_penalty: _builtins.float
-    """Taken from a token's logit once for each time it is in the answer, in
+    """Subtracted from a token's logit once for each time it is in the answer, in
     [-2, 2].
     """
     seed: _builtins.int
     """The same seed gives the same answer whatever else the cluster runs. Unset
-    draws a fresh one.
+    draws a random one.
     """
     min_tokens: _builtins.int
     """Tokens of the answer before an end token or one of stop_token_ids may come.
@@ -576,9 +573,9 @@ class SamplingParameters(_message.Message):
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """By token id: what is added to its logit, after all penalties, in
-        [-100, 100]. -100 as good as rules a token out. At most 1,024 entries, ids
-        below the model's vocabulary size.
+        """By token id: the value added to its logit, after all penalties, in
+        [-100, 100]. -100 practically bans a token. At most 1,024 entries, ids below
+        the model's vocabulary size.
         """
 
     @_builtins.property
@@ -593,8 +590,8 @@ class SamplingParameters(_message.Message):
 
     @_builtins.property
     def bad_words_ids(self) -> Global___TokenRuns:
-        """Runs of tokens that never come: each run's last token is ruled out after its
-        others. A run that is an end token alone has no effect. Unset: none.
+        """Runs of tokens that never come: each run's last token is banned after its
+        others. A run of a single end token has no effect. Unset: none.
         """
 
     def __init__(
@@ -738,10 +735,10 @@ class Started(_message.Message):
     prompt_tokens: _builtins.int
     """How many tokens the prompt has."""
     prefill_worker: _builtins.str
-    """The prefill worker that reads the prompt, for the answer placed first."""
+    """The prefill worker of the answer placed first. Empty for a local prefill."""
     decode_worker: _builtins.str
-    """The decode worker that writes that answer. Empty when the first token is
-    known to be the last (max_tokens is 1).
+    """The decode worker of that answer. Empty if one token is wanted (max_tokens is
+    1).
     """
     seed: _builtins.int
     """The seed in use: the caller's, or the one that was drawn."""
@@ -778,14 +775,14 @@ class Delta(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """New text of what is said: always whole characters. It may lag behind the token ids while a
-    character or a stop string is incomplete.
+    """New text of the content: always whole characters. It may lag behind the token
+    ids while a character or a stop string is incomplete.
     """
     index: _builtins.int
     """The answer that they belong to, from 0."""
     reasoning: _builtins.str
-    """What the model thinks, where it does and its thoughts can be told from the
-    text: not part of `text`.
+    """New text of the reasoning, if the model reasons and its format is known: not
+    part of `text`.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -793,16 +790,16 @@ class Delta(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """How likely each of token_ids was, where the request asks for it."""
+        """The log probabilities of token_ids, if requested."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
-        """What is new of tool calls: not part of `text`."""
+        """New parts of tool calls: not part of `text`."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """With an answer's first tokens: how likely each token of the prompt but the
-        first was, where the request asks for it.
+        """With an answer's first tokens: the log probabilities of the prompt's tokens
+        but the first, if requested.
         """
 
     def __init__(
@@ -833,13 +830,13 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """The call among those of its answer, from 0."""
+    """The call within its answer, from 0."""
     id: _builtins.str
-    """In a call's first piece: its id."""
+    """In a call's first delta: its id."""
     name: _builtins.str
-    """In a call's first piece: the tool's name."""
+    """In a call's first delta: the tool's name."""
     arguments: _builtins.str
-    """More of the arguments' text, which is JSON when it is whole."""
+    """New text of the arguments, which is JSON when complete."""
     def __init__(
         self,
         *,
@@ -870,7 +867,7 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     """The token."""
     text: _builtins.bytes
-    """What it stands for: UTF-8, of which one token may hold half a character."""
+    """Its text in UTF-8, possibly with an incomplete character."""
     logprob: _builtins.float
     """Its log probability."""
     def __init__(
@@ -931,7 +928,7 @@ class Finished(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why the answer ended."""
     stop: _builtins.str
-    """The stop string that ended the answer, where one did."""
+    """The stop string that ended the answer, if any."""
     index: _builtins.int
     """The answer that ended, from 0."""
     seed: _builtins.int
@@ -945,8 +942,8 @@ class Finished(_message.Message):
 
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
-        """Where the answer was made, one entry an attempt. More than one when a
-        worker was lost or drained on the way; the answer is the same.
+        """Where the answer was computed, one entry per attempt. More than one if a
+        worker was lost or drained meanwhile; the answer is the same.
         """
 
     def __init__(
@@ -978,24 +975,24 @@ class Placement(_message.Message):
     REASON_CODE_FIELD_NUMBER: _builtins.int
     PREDICTED_SECONDS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
-    """The prefill worker. Empty when the decode worker read the prompt itself."""
+    """The prefill worker. Empty for a local prefill."""
     decode_worker: _builtins.str
-    """The decode worker. Empty when the first token was known to be the last."""
+    """The decode worker. Empty if one token was wanted."""
     policy: _builtins.str
     """How the work was divided: "split" (prefill, then decode), "local" (the
     decode worker did both), "prefill" (one token was wanted).
     """
     reason: _builtins.str
-    """Why: for a first attempt the policy's reason, else what ended the attempt
-    before.
+    """Why: for a first attempt the policy's reason, for a retry what ended the
+    previous attempt.
     """
     reason_code: _builtins.str
-    """The reason's stable name: "cached" (the prompt's beginning is cached there),
-    "cache_busy" (more is cached elsewhere, where it would take longer),
-    "fetched" (it is fetched from another worker's cache), "least_time"
-    (predicted), "least_loaded", "round_robin", "one_token" (one was wanted),
-    "local_faster" (predicted), "local_only" (configured), "no_prefill" (no
-    prefill worker was there), "retry".
+    """The reason's stable name: "cached" (a prefix of the prompt is cached there),
+    "cache_busy" (a longer prefix is cached elsewhere, where it would take
+    longer), "fetched" (a prefix is fetched from another worker's cache),
+    "least_time" (predicted), "least_loaded", "round_robin", "one_token" (one was
+    wanted), "local_faster" (predicted), "local_only" (configured), "no_prefill"
+    (no prefill worker was usable), "retry".
     """
     predicted_seconds: _builtins.float
     """Seconds from the placement to the first token, as predicted."""
@@ -1033,16 +1030,16 @@ class Usage(_message.Message):
     completion_tokens: _builtins.int
     """Tokens generated."""
     cached_tokens: _builtins.int
-    """Of the prompt's tokens, those that were cached and not computed again."""
+    """Of the prompt's tokens, those that were cached and not computed."""
     fetched_tokens: _builtins.int
     """Of the cached tokens, those that one worker fetched from another."""
     accepted_prediction_tokens: _builtins.int
     """Of the tokens generated, those that were guessed (speculation)."""
     rejected_prediction_tokens: _builtins.int
-    """Tokens that were guessed, checked and wrong; not part of the answer."""
+    """Tokens that were guessed and wrong; not part of the answer."""
     @_builtins.property
     def response_cache(self) -> _timing_pb2.ResponseCache:
-        """Set when the answer came from the response cache: the counts are those of
+        """Set if the answer came from the response cache. The counts are then those of
         the request that computed it.
         """
 
@@ -1082,11 +1079,11 @@ class EmbedRequest(_message.Message):
     pooling: Global___Pooling.ValueType
     """How hidden states are pooled."""
     dimensions: _builtins.int
-    """Keep the first dimensions only, before the vector is normalized. Unset keeps
+    """Keep only the first dimensions, before the vector is normalized. Unset keeps
     all.
     """
     unnormalized: _builtins.bool
-    """Leave vectors as they are, instead of dividing each by its length."""
+    """Do not divide vectors by their length."""
     request_id: _builtins.str
     """As in GenerateRequest."""
     cache_salt: _builtins.str
@@ -1160,7 +1157,7 @@ class EmbedResponse(_message.Message):
     """Tokens of all inputs."""
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
-        """One an input, in their order."""
+        """One per input, in order."""
 
     def __init__(
         self,
@@ -1221,7 +1218,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """One entry a model."""
+        """One entry per model or adapter."""
 
     def __init__(
         self,
@@ -1254,7 +1251,7 @@ class Model(_message.Message):
     has_chat_template: _builtins.bool
     """Whether the model has a chat template, so that chat prompts work."""
     parent: _builtins.str
-    """Of a LoRA adapter: the model that it changes. Empty: it is no adapter."""
+    """For a LoRA adapter: the model that it belongs to. Empty for a model."""
     def __init__(
         self,
         *,
@@ -1340,7 +1337,7 @@ class DetokenizeRequest(_message.Message):
     model: _builtins.str
     """As in GenerateRequest."""
     keep_special_tokens: _builtins.bool
-    """Leave special tokens (such as BOS) in the text."""
+    """Keep special tokens (such as BOS) in the text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids to turn into text."""

@@ -66,10 +66,10 @@ class InferenceServicer(object):
 
     def Generate(self, request, context):
         """Generates one answer, or several. The stream is: one Started, any number of
-        Deltas, and one Finished an answer. Where there are several their Deltas
-        alternate as they come. An error of one is the call's error and ends the
-        others. Cancelling the call stops the work on every worker. The trailer
-        says where the time went; see timing.proto.
+        Deltas, and one Finished per answer. Deltas of several answers are
+        interleaved as they come. An error of one answer is the call's error and
+        ends the others. Cancelling the call stops the work on every worker. The
+        trailer says where the time went; see timing.proto.
         "cache-control" in the metadata may be "no-store" (the answer is neither
         taken from the response cache nor kept there), "no-cache" (it is computed
         and kept) or "only-if-cached" (it is not computed: NOT_CACHED).

@@ -6,8 +6,8 @@ The client API: what a user of a Baton cluster calls.
 Errors are gRPC status codes. Each carries a google.rpc.Status in its
 trailer (grpc-status-details-bin) with a google.rpc.ErrorInfo: `reason` is a
 stable name such as PROMPT_TOO_LONG, `domain` is "baton", and `metadata`
-names the offending field where there is one. Where trying again later may
-help, a google.rpc.RetryInfo says when.
+names the offending field, if any. If trying again later may help, a
+google.rpc.RetryInfo says when.
 """
 
 from baton.v1 import inference_pb2 as _inference_pb2
@@ -40,10 +40,10 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates one answer, or several. The stream is: one Started, any number of
-    Deltas, and one Finished an answer. Where there are several their Deltas
-    alternate as they come. An error of one is the call's error and ends the
-    others. Cancelling the call stops the work on every worker. The trailer
-    says where the time went; see timing.proto.
+    Deltas, and one Finished per answer. Deltas of several answers are
+    interleaved as they come. An error of one answer is the call's error and
+    ends the others. Cancelling the call stops the work on every worker. The
+    trailer says where the time went; see timing.proto.
     "cache-control" in the metadata may be "no-store" (the answer is neither
     taken from the response cache nor kept there), "no-cache" (it is computed
     and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
@@ -62,10 +62,10 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates one answer, or several. The stream is: one Started, any number of
-    Deltas, and one Finished an answer. Where there are several their Deltas
-    alternate as they come. An error of one is the call's error and ends the
-    others. Cancelling the call stops the work on every worker. The trailer
-    says where the time went; see timing.proto.
+    Deltas, and one Finished per answer. Deltas of several answers are
+    interleaved as they come. An error of one answer is the call's error and
+    ends the others. Cancelling the call stops the work on every worker. The
+    trailer says where the time went; see timing.proto.
     "cache-control" in the metadata may be "no-store" (the answer is neither
     taken from the response cache nor kept there), "no-cache" (it is computed
     and kept) or "only-if-cached" (it is not computed: NOT_CACHED).
@@ -87,10 +87,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates one answer, or several. The stream is: one Started, any number of
-        Deltas, and one Finished an answer. Where there are several their Deltas
-        alternate as they come. An error of one is the call's error and ends the
-        others. Cancelling the call stops the work on every worker. The trailer
-        says where the time went; see timing.proto.
+        Deltas, and one Finished per answer. Deltas of several answers are
+        interleaved as they come. An error of one answer is the call's error and
+        ends the others. Cancelling the call stops the work on every worker. The
+        trailer says where the time went; see timing.proto.
         "cache-control" in the metadata may be "no-store" (the answer is neither
         taken from the response cache nor kept there), "no-cache" (it is computed
         and kept) or "only-if-cached" (it is not computed: NOT_CACHED).

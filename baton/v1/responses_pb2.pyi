@@ -32,10 +32,10 @@ class CachedResponse(_message.Message):
     made_at: _builtins.float
     """When the last answer was complete, in seconds since 1970."""
     question: _builtins.str
-    """What was asked, where answers to similar questions are verified; else empty."""
+    """The question, if hits of similar questions are verified; else empty."""
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedAnswer]:
-        """In their order."""
+        """The answers, in order."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ Global___CachedResponse: _TypeAlias = CachedResponse  # noqa: Y015
 
 @_typing.final
 class CachedAnswer(_message.Message):
-    """An answer as workers sent it. Its text is made again."""
+    """An answer as workers sent it. A replay makes its text again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -68,26 +68,26 @@ class CachedAnswer(_message.Message):
     GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _inference_pb2.FinishReason.ValueType
-    """Why the worker ended it; unspecified where a stop string did."""
+    """Why the worker ended it; unspecified if a stop string did."""
     cached_tokens: _builtins.int
-    """Of the prompt's tokens, those that were cached."""
+    """Of the prompt's tokens, the cached ones."""
     fetched_tokens: _builtins.int
     """Of these, those that were fetched from another worker."""
     guessed_tokens: _builtins.int
-    """Tokens that were guessed, for its usage."""
+    """Tokens that were guessed (speculation), for its usage."""
     accepted_tokens: _builtins.int
-    """Of these, those that were right."""
+    """Of these, the right ones."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, possibly beyond a stop string."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Logprobs]:
-        """Of each token, where requested."""
+        """One per token, if requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Logprobs]:
-        """Of the prompt's tokens from the second on, where requested."""
+        """One per prompt token from the second on, if requested."""
 
     @_builtins.property
     def call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -116,8 +116,8 @@ Global___CachedAnswer: _TypeAlias = CachedAnswer  # noqa: Y015
 
 @_typing.final
 class ShadowHit(_message.Message):
-    """An answer that the semantic cache would have given, beside the one that was
-    computed.
+    """An answer that the semantic cache would have given, compared with the
+    computed one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -130,11 +130,11 @@ class ShadowHit(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CONFIRMED_FIELD_NUMBER: _builtins.int
     similarity: _builtins.float
-    """Of the two questions."""
+    """The similarity of the two questions."""
     same: _builtins.bool
     """Whether both answers have the same tokens."""
     answer_similarity: _builtins.float
-    """Of the two answers, as the cosine of their embeddings."""
+    """The similarity of the two answers: the cosine of their embeddings."""
     seconds: _builtins.float
     """From the request's arrival to its last token."""
     prompt_tokens: _builtins.int
@@ -142,8 +142,8 @@ class ShadowHit(_message.Message):
     completion_tokens: _builtins.int
     """The computed answer's tokens."""
     confirmed: _builtins.bool
-    """Whether the served model confirmed, in time, that both questions ask the same.
-    Not set where it was not asked.
+    """Whether the served model confirmed in time that both questions ask the same.
+    Not set if it was not asked.
     """
     def __init__(
         self,

@@ -4,11 +4,11 @@ isort:skip_file
 Where the time of a request went, from the router's ledger.
 
 Generate ends with a RequestTiming in its trailer, under the key
-"baton-timing-bin"; Admin.Timing gives it for the latest requests.
+"baton-timing-bin"; Admin.Timing returns it for the latest requests.
 
 The phases of an answer that are not hidden follow each other without gaps:
-those up to the first token sum to its ttft_seconds, and all of them to its
-end_to_end_seconds. A hidden phase ran behind others and cost nothing.
+those up to the first token sum to its ttft_seconds, all of them to its
+end_to_end_seconds. A hidden phase overlapped with others and cost no time.
 """
 
 from collections import abc as _abc
@@ -42,7 +42,7 @@ class _PhaseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseKind.V
     PHASE_KIND_TOKENIZE: _PhaseKind.ValueType  # 3
     """The prompt was tokenized, and its page keys were computed."""
     PHASE_KIND_QUEUE: _PhaseKind.ValueType  # 4
-    """It waited in the router: for a text thread, or for a worker with room."""
+    """It waited in the router, for a text thread or a worker with capacity."""
     PHASE_KIND_PREFILL_WAIT: _PhaseKind.ValueType  # 5
     """It waited on the worker that prefills."""
     PHASE_KIND_PREFILL: _PhaseKind.ValueType  # 6
@@ -52,9 +52,9 @@ class _PhaseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseKind.V
     PHASE_KIND_TRANSFER: _PhaseKind.ValueType  # 8
     """Pages were pushed from prefill to decode."""
     PHASE_KIND_ADMIT: _PhaseKind.ValueType  # 9
-    """It waited, arrived, for a place in decode's batch."""
+    """After its pages had arrived, it waited for a place in decode's batch."""
     PHASE_KIND_FIRST_DECODE: _PhaseKind.ValueType  # 10
-    """Decode's first step with it."""
+    """Decode's first step with the request."""
     PHASE_KIND_DECODE: _PhaseKind.ValueType  # 11
     """All later steps, and their messages to the router."""
     PHASE_KIND_DETOKENIZE: _PhaseKind.ValueType  # 12
@@ -70,12 +70,12 @@ class _PhaseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseKind.V
     PHASE_KIND_RESPONSE_CACHE: _PhaseKind.ValueType  # 17
     """The answer was found in the response cache."""
     PHASE_KIND_VERIFY: _PhaseKind.ValueType  # 18
-    """The first token was held back while the served model was asked whether a
-    similar question asks the same.
+    """The first token was held back while a hit of the semantic cache was
+    verified.
     """
 
 class PhaseKind(_PhaseKind, metaclass=_PhaseKindEnumTypeWrapper):
-    """What a request was doing, or waiting for."""
+    """What a request did or waited for."""
 
 PHASE_KIND_UNSPECIFIED: PhaseKind.ValueType  # 0
 """Never sent."""
@@ -86,7 +86,7 @@ PHASE_KIND_TEMPLATE: PhaseKind.ValueType  # 2
 PHASE_KIND_TOKENIZE: PhaseKind.ValueType  # 3
 """The prompt was tokenized, and its page keys were computed."""
 PHASE_KIND_QUEUE: PhaseKind.ValueType  # 4
-"""It waited in the router: for a text thread, or for a worker with room."""
+"""It waited in the router, for a text thread or a worker with capacity."""
 PHASE_KIND_PREFILL_WAIT: PhaseKind.ValueType  # 5
 """It waited on the worker that prefills."""
 PHASE_KIND_PREFILL: PhaseKind.ValueType  # 6
@@ -96,9 +96,9 @@ PHASE_KIND_RESERVE: PhaseKind.ValueType  # 7
 PHASE_KIND_TRANSFER: PhaseKind.ValueType  # 8
 """Pages were pushed from prefill to decode."""
 PHASE_KIND_ADMIT: PhaseKind.ValueType  # 9
-"""It waited, arrived, for a place in decode's batch."""
+"""After its pages had arrived, it waited for a place in decode's batch."""
 PHASE_KIND_FIRST_DECODE: PhaseKind.ValueType  # 10
-"""Decode's first step with it."""
+"""Decode's first step with the request."""
 PHASE_KIND_DECODE: PhaseKind.ValueType  # 11
 """All later steps, and their messages to the router."""
 PHASE_KIND_DETOKENIZE: PhaseKind.ValueType  # 12
@@ -114,8 +114,8 @@ PHASE_KIND_FETCH: PhaseKind.ValueType  # 16
 PHASE_KIND_RESPONSE_CACHE: PhaseKind.ValueType  # 17
 """The answer was found in the response cache."""
 PHASE_KIND_VERIFY: PhaseKind.ValueType  # 18
-"""The first token was held back while the served model was asked whether a
-similar question asks the same.
+"""The first token was held back while a hit of the semantic cache was
+verified.
 """
 Global___PhaseKind: _TypeAlias = PhaseKind  # noqa: Y015
 
@@ -130,17 +130,19 @@ class ResponseCache(_message.Message):
     SIMILARITY_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """How the request was found: "exact" (the same request) or "semantic" (a
-    similar question).
+    """The kind of hit: "exact" (the same request) or "semantic" (a similar
+    question).
     """
     age_seconds: _builtins.float
-    """Since the answer was computed."""
+    """Seconds since the answer was computed."""
     similarity: _builtins.float
-    """Of a "semantic" one: how similar the two questions are, as the cosine of their
-    embeddings.
+    """For a "semantic" hit: the similarity of the two questions, as the cosine of
+    their embeddings.
     """
     verified: _builtins.bool
-    """Of a "semantic" one: whether the served model confirmed that both ask the same."""
+    """For a "semantic" hit: whether the served model confirmed that both ask the
+    same.
+    """
     def __init__(
         self,
         *,
@@ -161,7 +163,9 @@ Global___ResponseCache: _TypeAlias = ResponseCache  # noqa: Y015
 
 @_typing.final
 class RefusedHit(_message.Message):
-    """A cached answer to a similar question that was not given."""
+    """A cached answer to a similar question that was refused, since the served model
+    did not confirm it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -169,11 +173,11 @@ class RefusedHit(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     DENIED_FIELD_NUMBER: _builtins.int
     similarity: _builtins.float
-    """How similar the two questions are."""
+    """The similarity of the two questions."""
     seconds: _builtins.float
-    """How long the served model was asked whether both ask the same."""
+    """Seconds that the verification took."""
     denied: _builtins.bool
-    """Whether it answered no; else it did not answer in time, or could not."""
+    """Whether the model answered no; else it did not answer in time, or failed."""
     def __init__(
         self,
         *,
@@ -201,11 +205,11 @@ class Phase(_message.Message):
     kind: Global___PhaseKind.ValueType
     """Its kind."""
     start_seconds: _builtins.float
-    """When it began, from the arrival of the request."""
+    """When it began, in seconds after the request's arrival."""
     seconds: _builtins.float
-    """How long it took."""
+    """Its duration."""
     hidden: _builtins.bool
-    """Whether it ran behind other phases: it is in no sum."""
+    """Whether it overlapped with other phases: then it is in no sum."""
     worker: _builtins.str
     """The worker; empty for the router."""
     def __init__(
@@ -236,7 +240,7 @@ class Chunk(_message.Message):
     tokens: _builtins.int
     """Its tokens."""
     seconds: _builtins.float
-    """From the end of the chunk before, or the start, to its end."""
+    """From the end of the previous chunk, or the start, to its end."""
     def __init__(
         self,
         *,
@@ -278,15 +282,15 @@ class AnswerTiming(_message.Message):
     index: _builtins.int
     """The answer, from 0."""
     prefill_worker: _builtins.str
-    """The worker that prefilled the prompt; empty when the decode worker did."""
+    """The worker that prefilled the prompt; empty if the decode worker did."""
     decode_worker: _builtins.str
-    """The worker that decoded the answer; empty when one token was wanted."""
+    """The worker that decoded the answer; empty if one token was wanted."""
     policy: _builtins.str
     """How the work was divided, as in Placement.policy."""
     reason_code: _builtins.str
     """Why, as in Placement.reason_code."""
     attempts: _builtins.int
-    """How often it was placed: more than 1 when a worker was lost or drained."""
+    """Number of attempts: more than 1 if a worker was lost or drained."""
     prompt_tokens: _builtins.int
     """The prompt's tokens."""
     cached_tokens: _builtins.int
@@ -295,7 +299,7 @@ class AnswerTiming(_message.Message):
     """The answer's tokens so far."""
     ttft_seconds: _builtins.float
     """From the request's arrival until the first token was written to the client,
-    or was ready where the answer is not streamed; 0 before that.
+    or was ready if the answer is not streamed; 0 before that.
     """
     end_to_end_seconds: _builtins.float
     """From the request's arrival to its end, or until now."""
@@ -308,7 +312,7 @@ class AnswerTiming(_message.Message):
     rejected_tokens: _builtins.int
     """Tokens that were guessed, checked and wrong."""
     retry_reason: _builtins.str
-    """Why there was another attempt, the last time; empty when there was one only."""
+    """Why there was a retry, the last time; empty without a retry."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
         """Where the time went."""
@@ -375,14 +379,14 @@ class RequestTiming(_message.Message):
     outcome: _builtins.str
     """"stop", "length", or the error's reason; empty while it runs."""
     ttft_seconds: _builtins.float
-    """Of the answer that began first."""
+    """The least TTFT of its answers."""
     end_to_end_seconds: _builtins.float
     """From arrival to the end, or until now."""
     model: _builtins.str
-    """The model, or the adapter, that it named."""
+    """The requested name of the model or adapter."""
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerTiming]:
-        """One entry an answer."""
+        """One entry per answer."""
 
     def __init__(
         self,

@@ -4,11 +4,11 @@ isort:skip_file
 Where the time of a request went, from the router's ledger.
 
 Generate ends with a RequestTiming in its trailer, under the key
-"baton-timing-bin"; Admin.Timing gives it for the latest requests.
+"baton-timing-bin"; Admin.Timing returns it for the latest requests.
 
 The phases of an answer that are not hidden follow each other without gaps:
-those up to the first token sum to its ttft_seconds, and all of them to its
-end_to_end_seconds. A hidden phase ran behind others and cost nothing.
+those up to the first token sum to its ttft_seconds, all of them to its
+end_to_end_seconds. A hidden phase overlapped with others and cost no time.
 """
 
 from collections import abc as _abc

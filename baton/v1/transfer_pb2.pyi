@@ -22,9 +22,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class PoolLayout(_message.Message):
-    """The layout of a pool's memory. Two pools can exchange pages only when all of
-    this is equal; the layout hash is its digest. Describes the whole of a pool
-    that is split among several processes.
+    """The layout of a pool's memory. Two pools can exchange pages only if all fields
+    are equal; the layout hash is their digest. For a pool that is split among
+    several processes, describes the whole pool.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -54,7 +54,7 @@ class PoolLayout(_message.Message):
     @_builtins.property
     def windows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The window of each slice of the layers, in the order of a sequence's tables;
-        0 where a slice has none. Empty where a page has all layers, without a window.
+        0 for a slice without one. Empty if a page has all layers, without a window.
         """
 
     def __init__(
@@ -94,7 +94,7 @@ class PoolAddress(_message.Message):
     TICKET_VERSION_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
-    """The transport agent's name, unique per process start. Notes go to this one."""
+    """The transport agent's name, unique per process. Notes go to this agent."""
     base: _builtins.int
     """The first byte of page 0 in the owner's address space."""
     page_bytes: _builtins.int
@@ -119,9 +119,9 @@ class PoolAddress(_message.Message):
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolShard]:
-        """The shards of a pool whose heads are split among several processes, or that
-        each hold whole pages of latents, the one of `agent` first; `base` and
-        `routes` are then empty. Empty when there is one process.
+        """The shards of a pool with several processes, `agent`'s first: each holds some
+        of the heads, or whole pages of latents. `base` and `routes` are then empty.
+        Empty if there is one process.
         """
 
     def __init__(
@@ -189,7 +189,7 @@ class Route(_message.Message):
     transport: _builtins.str
     """The transport: "cuda_ipc", "nixl" or "inprocess"."""
     metadata: _builtins.bytes
-    """What the transport needs to connect; opaque to everyone else."""
+    """What the transport needs to connect; opaque to others."""
     def __init__(
         self,
         *,
@@ -227,7 +227,7 @@ class CudaIpcRoute(_message.Message):
     handle: _builtins.bytes
     """CUDA's handle of the allocation that holds the pool."""
     offset: _builtins.int
-    """Where in that allocation page 0 begins."""
+    """The offset of page 0 in that allocation."""
     socket: _builtins.str
     """The abstract Unix socket that takes notes."""
     def __init__(
@@ -250,7 +250,7 @@ Global___CudaIpcRoute: _TypeAlias = CudaIpcRoute  # noqa: Y015
 
 @_typing.final
 class LocalNote(_message.Message):
-    """A packet between two processes of one host: a note, or a piece of one."""
+    """A packet between two processes of one host: a note, or a part of one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -260,7 +260,7 @@ class LocalNote(_message.Message):
     sender: _builtins.str
     """The agent that sent it."""
     note: _builtins.bytes
-    """The note, or a piece of it."""
+    """The note, or a part of it."""
     more: _builtins.bool
     """Whether the note continues in the next packet."""
     def __init__(
@@ -332,15 +332,13 @@ class TicketBody(_message.Message):
     duration, since the hosts' clocks differ.
     """
     lease_seconds: _builtins.float
-    """How long a Renewed lets the sender start writes, from when its Beat was
-    sent.
-    """
+    """How long after a Beat was sent its Renewed lets the sender start writes."""
     held_pages: _builtins.int
     """How many of the prompt's first pages the receiver holds already."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The receiver's page ids to write, in the prompt's order, from the first that
-        it does not hold.
+        """The receiver's page ids to write, in the prompt's order, beginning with the
+        first page that it does not hold.
         """
 
     def __init__(
@@ -392,8 +390,8 @@ class TransferNote(_message.Message):
 
     @_builtins.property
     def drained(self) -> Global___Drained:
-        """To the receiver: the push has ended without all pages; no write of it is
-        under way or will start.
+        """To the receiver: the push has ended without all pages; none of its writes
+        is in flight or will start.
         """
 
     @_builtins.property
@@ -467,8 +465,8 @@ class Arrived(_message.Message):
     first_token: _builtins.int
     """Token #1, which prefill has already sent to the client."""
     pages: _builtins.int
-    """Pages written, which must match the reservation; not counting those that the
-    receiver held before.
+    """Number of pages written, which must match the reservation. Does not count
+    pages that the receiver held before.
     """
     round: _builtins.int
     """The round of the last Resend carried out; 0 when there was none."""

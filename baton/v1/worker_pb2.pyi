@@ -3,10 +3,9 @@
 isort:skip_file
 Between a router and a worker: one long-lived bidirectional stream per pair.
 
-A router opens Attach once and sends Hello; the worker answers Welcome. From
-then on the messages of all requests share the stream. An attempt is one try
-at one request: (request_id, epoch). A message about an unknown attempt is
-dropped.
+A router opens Attach once and sends Hello; the worker answers Welcome. After
+that, the messages of all requests share the stream. (request_id, epoch) names
+one attempt at one request. A message about an unknown attempt is dropped.
 """
 
 from baton.v1 import inference_pb2 as _inference_pb2
@@ -91,7 +90,7 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def release(self) -> Global___Release:
-        """To either: this attempt is over; stop it and free its pages."""
+        """To either: stop this attempt and free its pages."""
 
     @_builtins.property
     def sender_gone(self) -> Global___SenderGone:
@@ -101,11 +100,11 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def compute(self) -> Global___Compute:
-        """To decode: compute a prompt here, because no prefill worker can."""
+        """To decode: compute a prompt and its answer (local prefill)."""
 
     @_builtins.property
     def ping(self) -> Global___Ping:
-        """To either: answered by the event loop, whatever the engine does."""
+        """To either: answered by the event loop, even while the engine computes."""
 
     @_builtins.property
     def drain(self) -> Global___Drain:
@@ -128,7 +127,7 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def hold(self) -> Global___Hold:
-        """To either: whether background requests pause, whatever else it has."""
+        """To either: pause background requests, or continue them."""
 
     def __init__(
         self,
@@ -228,8 +227,8 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def closing(self) -> Global___Closing:
-        """From either: its last message. The router ends the stream: if the worker
-        did, a router that still writes would lose what it has not read yet.
+        """From either: its last message. The router then ends the stream: if the
+        worker did, a router that still writes would lose unread messages.
         """
 
     def __init__(
@@ -329,20 +328,18 @@ class Welcome(_message.Message):
     """Where it serves Prometheus metrics, "host:port"; empty where it does not."""
     quantization: _builtins.str
     """How its layers' weights were quantized when they were loaded, such as
-    "int8"; empty where they were not.
+    "int8"; empty if they were not.
     """
     kv_dtype: _builtins.str
-    """What its pages hold, such as "int8"; empty where that is what its model
-    computes.
-    """
+    """The dtype of its pages, such as "int8"; empty if it is the model's own."""
     @_builtins.property
     def pool(self) -> _transfer_pb2.PoolAddress:
         """The address and layout of its pages."""
 
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
-        """How other processes of workers ended, earlier ones of this worker among
-        them, where they left a record on its node.
+        """Verdicts on other worker processes that left a record on its node, including
+        earlier ones of this worker.
         """
 
     def __init__(
@@ -373,7 +370,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
-    """How a process of a worker ended, from the record that it left."""
+    """How a worker's process ended, from its step record."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -387,12 +384,12 @@ class Verdict(_message.Message):
     """How it ended, for people."""
     crashed: _builtins.bool
     """Whether it crashed. A process that was killed or stopped from outside
-    accuses nobody.
+    accuses no request.
     """
     @_builtins.property
     def suspects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where it crashed: the requests in the step under way. Empty where the
-        record names none; then any request there may be the cause.
+        """If it crashed: the requests in the current step. Empty if the record names
+        none; then any request there may be the cause.
         """
 
     def __init__(
@@ -413,16 +410,16 @@ Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 @_typing.final
 class Hold(_message.Message):
-    """The router has requests on workers that compute on the same cores. Background
-    requests (of the last priority) pause there until its next Hold, or until it
-    detaches.
+    """Sent when the router has requests on workers that compute on the same cores.
+    Background requests (of the last priority) pause until the router's next Hold,
+    or until it detaches.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PAUSE_FIELD_NUMBER: _builtins.int
     pause: _builtins.bool
-    """False: there are none any more."""
+    """Whether to pause; false continues them."""
     def __init__(
         self,
         *,
@@ -472,7 +469,7 @@ class Drain(_message.Message):
 
     RESTART_FIELD_NUMBER: _builtins.int
     restart: _builtins.bool
-    """Whether the worker is to be restarted, where something does that.
+    """Whether a new process is to replace it, if something restarts workers.
     Otherwise it leaves for good.
     """
     def __init__(
@@ -519,9 +516,9 @@ class RoleSwitched(_message.Message):
     drain_seconds: _builtins.float
     """From the command to the end of the last request and transfer."""
     switch_seconds: _builtins.float
-    """From then to being ready in the new role."""
+    """From then until it was ready in the new role."""
     error: _builtins.str
-    """Why it keeps its role; empty when it does not."""
+    """Why it keeps its role; empty after a switch."""
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """As at the stream's start, with the new role. Incarnation and pool are
@@ -604,9 +601,9 @@ class CacheEvents(_message.Message):
     EVICTED_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Counts the messages of one worker's process, the same for all its routers.
-    A gap means that messages were lost: only a reset, which may have any
-    number, makes the cache known again.
+    """Counts the messages of a worker's process, equally for all its routers. A
+    gap means that messages were lost: the cache is then unknown until a reset,
+    which may have any number.
     """
     reset: _builtins.bool
     """Whether `stored` is the whole cache and replaces what was known before."""
@@ -683,7 +680,7 @@ class Connected(_message.Message):
     agent: _builtins.str
     """Its transport agent, from Connect."""
     error: _builtins.str
-    """Empty when pages can be pushed there; else why not."""
+    """Why pages cannot be pushed there; empty when they can."""
     reason: _builtins.str
     """The error's stable name; see core/errors.py. LAYOUT_MISMATCH is final: the
     two pools cannot exchange pages.
@@ -709,7 +706,7 @@ Global___Connected: _TypeAlias = Connected  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How to sample tokens; the router has set every value."""
+    """How to sample tokens. The router sets every value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -763,7 +760,7 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     """0 changes nothing."""
     seed: _builtins.int
-    """With the position, the key of the random number."""
+    """The random numbers are keyed by this seed and the position."""
     min_tokens: _builtins.int
     """Tokens of the answer before a stop token may come."""
     min_length: _builtins.int
@@ -843,36 +840,36 @@ class Work(_message.Message):
     max_tokens: _builtins.int
     """The most tokens of the answer, answer_tokens included."""
     answer_tokens: _builtins.int
-    """How many of prompt_tokens, at their end, are answer and not prompt."""
+    """The number of tokens at the end of prompt_tokens that belong to the answer."""
     cache_salt: _builtins.str
     """Requests share cached pages only with those of the same salt."""
     logprobs: _builtins.int
-    """Set where each token's log probability is wanted: how many of the likeliest
-    tokens to report with it.
+    """If each token's log probability is wanted: how many of the likeliest tokens
+    to report with it.
     """
     grammar: _builtins.str
     """The grammar of the answer, in llguidance's own form (JSON). Empty allows any
     text.
     """
     prompt_logprobs: _builtins.int
-    """As logprobs, for the prompt's tokens from the second on. Such a prompt is
-    computed whole, whatever is cached.
+    """As logprobs, for the prompt's tokens from the second on. The whole prompt is
+    then computed, even if it is cached.
     """
     priority: _builtins.int
-    """The lower, the earlier the worker serves it among those that it has."""
+    """The lower, the earlier the worker serves it among its requests."""
     alone: _builtins.bool
-    """Whether it shares no step with other requests, since workers were lost
-    under it: if it crashes the next one, the record of that step proves it.
+    """Whether it shares no step with other requests, since it lost workers: if it
+    crashes the next one too, that step's record proves it.
     """
     pooling: _inference_pb2.Pooling.ValueType
-    """Set where the prompt's embedding is wanted, which comes with the first token."""
+    """Set if the prompt's embedding is wanted, which comes with the first token."""
     retain_seconds: _builtins.int
-    """For how many seconds the prompt's cached pages count as used, once they are
+    """Seconds for which the prompt's cached pages count as used after they are
     computed: they are evicted later than others, but are not held.
     """
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt and, after it, the answer of earlier attempts."""
+        """The prompt, followed by the tokens that earlier attempts emitted."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -890,7 +887,7 @@ class Work(_message.Message):
 
     @_builtins.property
     def adapter(self) -> Global___Adapter:
-        """What is added to the model's weights. Not set: nothing."""
+        """The adapter to add to the model's weights. Not set: none."""
 
     def __init__(
         self,
@@ -930,7 +927,7 @@ Global___Work: _TypeAlias = Work  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):
-    """A LoRA adapter. A worker that has it not loaded loads it while the request
+    """A LoRA adapter. A worker that has not loaded it does so while the request
     waits.
     """
 
@@ -940,14 +937,16 @@ class Adapter(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """Of its weights and config; see core/adapter_store.py. Part of page keys."""
+    """The digest of its weights and config; see core/adapter_store.py. Part of
+    page keys.
+    """
     folder: _builtins.str
-    """Where it is read from, if what is there still has this digest: a folder, or
-    a hub's repository at a commit (org/name@commit).
+    """Where it is read from, if its digest there is still this one: a folder, or a
+    hub's repository at a commit (org/name@commit).
     """
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Addresses of workers to ask for its files where the folder is not on the
+        """Addresses of workers to ask for its files if the folder is not on the
         worker's node, the likeliest first.
         """
 
@@ -968,16 +967,16 @@ Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class AdapterPart(_message.Message):
-    """A part of a file of an adapter."""
+    """A part of an adapter's file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FILE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     file: _builtins.str
-    """The file's name; a file's parts come one after another."""
+    """The file's name. The parts of a file come one after another."""
     content: _builtins.bytes
-    """At most 1 MiB of it."""
+    """At most 1 MiB of its content."""
     def __init__(
         self,
         *,
@@ -1004,7 +1003,7 @@ class Logprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """The token's own."""
+    """The token's log probability."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The likeliest tokens, best first, as many as requested."""
@@ -1037,7 +1036,7 @@ class Prefill(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     receiver: _builtins.str
     """The transport agent of the decode worker that gets the pages, once a Deliver
-    has arrived. Empty when only token #1 is wanted.
+    has arrived. Empty if only token #1 is wanted.
     """
     @_builtins.property
     def work(self) -> Global___Work:
@@ -1045,8 +1044,8 @@ class Prefill(_message.Message):
 
     @_builtins.property
     def holder(self) -> Global___Holder:
-        """A worker with cached pages of the prompt, where fetching them is predicted
-        to take less time than computing them.
+        """A worker with cached pages of the prompt, if fetching them is predicted to
+        take less time than computing them.
         """
 
     def __init__(
@@ -1074,9 +1073,11 @@ class Holder(_message.Message):
     agent: _builtins.str
     """Its transport agent."""
     pages: _builtins.int
-    """How many of the prompt's first pages it has, as far as the router knows."""
+    """The number of leading pages of the prompt that it has, as far as the router
+    knows.
+    """
     seconds: _builtins.float
-    """How long the prompt may wait for them: the predicted saving."""
+    """How long the prompt may wait for them: the predicted saving in seconds."""
     def __init__(
         self,
         *,
@@ -1174,7 +1175,7 @@ class Reserved(_message.Message):
     epoch: _builtins.int
     """The attempt."""
     ticket: _builtins.bytes
-    """A sealed ticket (kv_transfer/transfer_protocol.py), passed on unchanged."""
+    """A sealed ticket (kv_transfer/transfer_protocol.py), forwarded unchanged."""
     queue_seconds: _builtins.float
     """How long the request waited for pages."""
     cached_tokens: _builtins.int
@@ -1289,20 +1290,20 @@ class FirstToken(_message.Message):
     prompt.
     """
     fetch_seconds: _builtins.float
-    """How long the fetch took, or the prompt waited for it in vain. 0 without a
+    """Seconds that the prompt waited for the fetch, successful or not. 0 without a
     fetch.
     """
     embedding: _builtins.bytes
-    """The prompt's embedding, where requested: float32, little-endian, as pooled."""
+    """The prompt's embedding, if requested: float32, little-endian, as pooled."""
     restored_tokens: _builtins.int
     """How many of cached_tokens were restored from the second tier."""
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
-        """The token's log probability, where requested."""
+        """The token's log probability, if requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
-        """The log probabilities of the prompt's tokens from the second on, where
+        """The log probabilities of the prompt's tokens from the second on, if
         requested.
         """
 
@@ -1352,7 +1353,7 @@ class Pushed(_message.Message):
     bytes: _builtins.int
     """Bytes written into the decode worker's pool."""
     seconds: _builtins.float
-    """Time during which at least one write was under way."""
+    """Time during which at least one write was in flight."""
     exposed_seconds: _builtins.float
     """From the end of compute to the end of the last write: the part of the
     transfer that is not hidden behind compute.
@@ -1381,7 +1382,7 @@ class Step(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTokens]:
-        """One entry a request."""
+        """One entry per request."""
 
     def __init__(
         self,
@@ -1429,13 +1430,13 @@ class StepTokens(_message.Message):
     in this worker's cache and not computed.
     """
     guessed_tokens: _builtins.int
-    """How many tokens were guessed and checked for this (speculation). All but one
-    of token_ids were right.
+    """Number of guesses that this step checked (speculation). All of token_ids but
+    one were right guesses.
     """
     embedding: _builtins.bytes
     """With the first tokens of a Compute: as in FirstToken."""
     compute_seconds: _builtins.float
-    """With the first tokens: from the place in the batch to the token."""
+    """With the first tokens: from joining the batch to the token."""
     restored_tokens: _builtins.int
     """How many of cached_tokens were restored from the second tier."""
     @_builtins.property
@@ -1444,7 +1445,7 @@ class StepTokens(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
-        """The log probability of each of token_ids, where requested."""
+        """The log probability of each of token_ids, if requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
@@ -1492,7 +1493,7 @@ class Failed(_message.Message):
     message: _builtins.str
     """One sentence for the user."""
     retry: _builtins.bool
-    """The request itself is sound: another attempt may succeed."""
+    """Whether another attempt may succeed."""
     def __init__(
         self,
         *,
@@ -1541,7 +1542,7 @@ class Load(_message.Message):
     quarantined_pages: _builtins.int
     """Pages held only because a remote write may still reach them."""
     cached_pages: _builtins.int
-    """Pages of free_pages that hold a cached prefix."""
+    """Of free_pages, those that hold a cached prefix."""
     waiting: _builtins.int
     """Requests that wait for pages or compute, without paused ones."""
     running: _builtins.int
@@ -1549,16 +1550,17 @@ class Load(_message.Message):
     queued_tokens: _builtins.int
     """Prompt tokens not yet computed, without those of background requests."""
     fault: _builtins.str
-    """Empty when the worker is sound; else what is wrong with it."""
+    """What is wrong with the worker; empty if it is healthy."""
     kept_pages: _builtins.int
     """Pages in the second tier: host memory and files."""
     guessed_tokens: _builtins.int
     """Tokens that were guessed and checked since the phase began (speculation)."""
     accepted_tokens: _builtins.int
-    """Of these, those that were right."""
+    """Of these, the right ones."""
     guessed_steps: _builtins.int
-    """Steps in which tokens of a request were guessed, counted for each request: it
-    got 1 + accepted_tokens / guessed_steps tokens in one of them.
+    """Steps in which tokens of a request were guessed, counted for each request. In
+    one of them a request got a mean of 1 + accepted_tokens / guessed_steps
+    tokens.
     """
     draft_seconds: _builtins.float
     """Seconds that the draft model has computed since the phase began."""
@@ -1567,13 +1569,13 @@ class Load(_message.Message):
     up_seconds: _builtins.float
     """Seconds since then, by the same clock."""
     transfers: _builtins.int
-    """Requests whose pages are under way, out of prefill or into decode."""
+    """Requests whose pages are in transfer, out of prefill or into decode."""
     prefilling: _builtins.int
-    """How many of running a decode worker still prefills locally."""
+    """Of running, those that a decode worker still prefills locally."""
     paused: _builtins.int
     """Background requests that pause while others are served."""
     background: _builtins.int
-    """How many of running are background requests."""
+    """Of running, the background requests."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Digests of the adapters that are loaded."""

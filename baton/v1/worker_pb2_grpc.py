@@ -100,7 +100,7 @@ class Worker(object):
 
 
 class AdapterFilesStub(object):
-    """Of a worker, for other workers.
+    """A worker's service for other workers.
     """
 
     def __init__(self, channel):
@@ -117,11 +117,11 @@ class AdapterFilesStub(object):
 
 
 class AdapterFilesServicer(object):
-    """Of a worker, for other workers.
+    """A worker's service for other workers.
     """
 
     def Read(self, request, context):
-        """The files of an adapter, for a node that lacks them. Whoever asks checks
+        """Sends the files of an adapter to a node that lacks them. The receiver checks
         their digest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -145,7 +145,7 @@ def add_AdapterFilesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdapterFiles(object):
-    """Of a worker, for other workers.
+    """A worker's service for other workers.
     """
 
     @staticmethod

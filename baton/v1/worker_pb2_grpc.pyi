@@ -3,10 +3,9 @@
 isort:skip_file
 Between a router and a worker: one long-lived bidirectional stream per pair.
 
-A router opens Attach once and sends Hello; the worker answers Welcome. From
-then on the messages of all requests share the stream. An attempt is one try
-at one request: (request_id, epoch). A message about an unknown attempt is
-dropped.
+A router opens Attach once and sends Hello; the worker answers Welcome. After
+that, the messages of all requests share the stream. (request_id, epoch) names
+one attempt at one request. A message about an unknown attempt is dropped.
 """
 
 from baton.v1 import worker_pb2 as _worker_pb2
@@ -64,29 +63,29 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AdapterFilesStub:
-    """Of a worker, for other workers."""
+    """A worker's service for other workers."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdapterFilesAsyncStub: ...
     Read: _grpc.UnaryStreamMultiCallable[_worker_pb2.Adapter, _worker_pb2.AdapterPart]
-    """The files of an adapter, for a node that lacks them. Whoever asks checks
+    """Sends the files of an adapter to a node that lacks them. The receiver checks
     their digest.
     """
 
 @_typing.type_check_only
 class AdapterFilesAsyncStub(AdapterFilesStub):
-    """Of a worker, for other workers."""
+    """A worker's service for other workers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Read: _aio.UnaryStreamMultiCallable[_worker_pb2.Adapter, _worker_pb2.AdapterPart]  # type: ignore[assignment]
-    """The files of an adapter, for a node that lacks them. Whoever asks checks
+    """Sends the files of an adapter to a node that lacks them. The receiver checks
     their digest.
     """
 
 class AdapterFilesServicer(metaclass=_abc_1.ABCMeta):
-    """Of a worker, for other workers."""
+    """A worker's service for other workers."""
 
     @_abc_1.abstractmethod
     def Read(
@@ -94,7 +93,7 @@ class AdapterFilesServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.Adapter,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.AdapterPart], _abc.AsyncIterator[_worker_pb2.AdapterPart]]:
-        """The files of an adapter, for a node that lacks them. Whoever asks checks
+        """Sends the files of an adapter to a node that lacks them. The receiver checks
         their digest.
         """
 
