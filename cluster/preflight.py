@@ -327,8 +327,8 @@ def check_ray(address: str) -> None:
             " ~/.ray/auth_token, the token that Ray was started with"
         )
     raise InvalidConfig(
-        f"the Ray at {address} asks for a token, which Ray sends only with RAY_AUTH_MODE=token:"
-        " set it"
+        f"the Ray at {address} asks for a token, which Ray does not send by default: set"
+        " RAY_AUTH_MODE=token"
     )
 
 
