@@ -196,8 +196,8 @@ def gpus_per_rank(models: Sequence[Config], total: float, *, joined: bool) -> fl
         named = joined and config.prefill.gpus and config.decode.gpus
         if config.device == "cuda" and not total and not named:
             raise InvalidConfig(
-                "device is cuda, but Ray sees no GPU; if Ray adds nodes with GPUs on demand, set"
-                " each worker's number (prefill.gpus, decode.gpus)",
+                "device is cuda, but Ray sees no GPU; if Ray adds nodes with GPUs on demand, say"
+                " how many each worker wants (prefill.gpus, decode.gpus)",
                 field="device",
             )
     on_gpus = [(config, role) for config in models if config.device != "cpu" for role in Role]

@@ -79,7 +79,7 @@ class ResponseCipher:
         try:
             return self._cipher.decrypt(value[:_NONCE_BYTES], value[_NONCE_BYTES:], key)
         except (InvalidTag, ValueError):
-            raise StoreFailed("cannot decrypt a response: was another key used?") from None
+            raise StoreFailed("a response cannot be decrypted: was another key used?") from None
 
 
 class RedisStore:
