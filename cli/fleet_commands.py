@@ -208,14 +208,14 @@ def stop(
     """
     from baton.cluster.stopping import find_detached, stop_detached
 
-    hurry = threading.Event()
+    stop_now = threading.Event()
     # Not on this thread: Ray would take its signals.
     with ThreadPoolExecutor(max_workers=1) as threads:
         address, found = threads.submit(find_detached, ray_address, cluster).result()
         if not (yes or cluster) and sys.stdin.isatty():
             typer.confirm(f"Stop {found} on the Ray at {address}?", abort=True, err=True)
-        signal.signal(signal.SIGINT, lambda *_: hurry.set())
-        threads.submit(stop_detached, address, found, wait, hurry).result()
+        signal.signal(signal.SIGINT, lambda *_: stop_now.set())
+        threads.submit(stop_detached, address, found, wait, stop_now).result()
     print_result({"cluster": found, "stopped": True}, f"{found} is stopped", as_json)
 
 

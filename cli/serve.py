@@ -136,7 +136,7 @@ class _Session:
     name: str
     watch: bool
     stopped: threading.Event = field(default_factory=threading.Event)
-    hurry: threading.Event = field(default_factory=threading.Event)
+    stop_now: threading.Event = field(default_factory=threading.Event)
     printed: dict[str, str] = field(default_factory=dict)  # progress of each process
     began: float = field(default_factory=time.monotonic)
     times: StartTimes = field(default_factory=lambda: StartTimes(process_began()))
@@ -154,7 +154,7 @@ class _Session:
         elif not self.stopped.is_set():
             typer.echo("stopping …  (running requests may end; Ctrl-C again ends them at once)")
         else:
-            self.hurry.set()
+            self.stop_now.set()
         self.stopped.set()
 
     def _run(self) -> None:
@@ -174,7 +174,7 @@ class _Session:
         except _Stopped:
             pass
         finally:
-            cluster.stop(self.hurry)
+            cluster.stop(self.stop_now)
 
     def _introduce(self, cluster: Cluster, members: list[Member]) -> None:
         from baton.cluster.launch import routers

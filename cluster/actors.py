@@ -9,7 +9,8 @@ The constructor starts a thread with the server's event loop. Ray restarts a dea
 its constructor again; the new process reports its new address to the controller.
 
 The actor classes have no coroutines: if a class has any, Ray runs all its methods on one event
-loop, where `stop` would block `hurry`, and the constructor in a thread that cannot handle signals.
+loop, where `stop` would block `stop_now`, and the constructor in a thread that cannot handle
+signals.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONCURRENCY = 2
-"""Concurrent calls to one actor: `hurry` is called while `stop` runs."""
+"""Concurrent calls to one actor: `stop_now` is called while `stop` runs."""
 
 STOP_SECONDS = 10.0
 """Added to the time that requests have to finish."""
@@ -79,7 +80,7 @@ class ServerThread:
             self._loop.call_soon_threadsafe(self._stopping.requested.set)
             self._thread.join(self._config.drain_seconds + STOP_SECONDS)
 
-    def hurry(self) -> None:
+    def stop_now(self) -> None:
         """Ends a stopping server without waiting for requests."""
         self._loop.call_soon_threadsafe(self._stopping.immediate.set)
 
@@ -250,8 +251,8 @@ class _ServerActor:
     def stop(self) -> None:
         self._thread.stop()
 
-    def hurry(self) -> None:
-        self._thread.hurry()
+    def stop_now(self) -> None:
+        self._thread.stop_now()
 
 
 class WorkerActor(_ServerActor):

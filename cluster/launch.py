@@ -3,7 +3,7 @@
 start()  joins or starts Ray, makes the actors or takes over a running cluster of this name, and
          returns when requests can be served
 stop()   finishes requests, ends every actor in order and, if it was started here, Ray; once
-         `hurry` is set, requests are not waited for
+         `stop_now` is set, requests are not waited for
 leave()  leaves a detached cluster running; cluster/stopping.py ends it
 
 Each cluster has its own Ray namespace: any number of them can share one Ray, if their routers
@@ -144,14 +144,14 @@ class Cluster:
             return []
         return found
 
-    def stop(self, hurry: threading.Event | None = None) -> None:
+    def stop(self, stop_now: threading.Event | None = None) -> None:
         """Ends every process of the cluster, or leaves it running if it was taken over."""
         with self._services:
             if ray.is_initialized() and self.taken_over:
                 self.leave()
             elif ray.is_initialized():
                 seconds = self._config.drain_seconds + STOP_SECONDS
-                stop_cluster(seconds, hurry or threading.Event())
+                stop_cluster(seconds, stop_now or threading.Event())
 
     def leave(self) -> None:
         """Leaves a detached cluster running; `stop` then does nothing."""

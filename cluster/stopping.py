@@ -37,11 +37,11 @@ ANSWER_SECONDS = 5.0
 _PREEMPTED = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 
 
-def stop_cluster(seconds: float, hurry: threading.Event) -> None:
+def stop_cluster(seconds: float, stop_now: threading.Event) -> None:
     """Ends every actor of the joined namespace, then leaves Ray. Routers, then workers, get
-    `seconds` each to finish their requests. Once `hurry` is set, they end at once."""
+    `seconds` each to finish their requests. Once `stop_now` is set, they end at once."""
     try:
-        _stop_all(seconds, hurry)
+        _stop_all(seconds, stop_now)
     except ray.exceptions.RayError as error:
         raise Unavailable(
             f"Ray cannot be reached; processes may still be running: {error}"
@@ -62,9 +62,9 @@ def find_detached(address: str, name: str) -> tuple[str, str]:
         raise InvalidRequest(f"{error.message} (on the Ray at {address})") from None
 
 
-def stop_detached(address: str, name: str, seconds: float, hurry: threading.Event) -> None:
+def stop_detached(address: str, name: str, seconds: float, stop_now: threading.Event) -> None:
     join(address, name)
-    stop_cluster(seconds, hurry)
+    stop_cluster(seconds, stop_now)
 
 
 def select_cluster(name: str, found: list[str]) -> str:
@@ -80,29 +80,29 @@ def select_cluster(name: str, found: list[str]) -> str:
     raise InvalidRequest(f"there is no cluster {name}, only {', '.join(found)}")
 
 
-def _stop_all(seconds: float, hurry: threading.Event) -> None:
+def _stop_all(seconds: float, stop_now: threading.Event) -> None:
     # First the controller, which would restart the others.
     kill_actor(CONTROLLER)
     names = ray.util.list_named_actors()
     # Routers first: their requests need the workers.
-    _stop([name for name in names if is_router(name)], seconds, hurry)
-    _stop([name for name in names if is_worker(name)], seconds, hurry)
+    _stop([name for name in names if is_router(name)], seconds, stop_now)
+    _stop([name for name in names if is_worker(name)], seconds, stop_now)
     # Actors without a process are left.
     for name in ray.util.list_named_actors():
         kill_actor(name)
     clear_store()
 
 
-def _stop(names: list[str], seconds: float, hurry: threading.Event) -> None:
+def _stop(names: list[str], seconds: float, stop_now: threading.Event) -> None:
     deadline = time.monotonic() + seconds
     actors = _running(names)
     stops = [actor.stop.remote() for actor in actors]
-    hurried = False
+    ending = False
     while stops and time.monotonic() < deadline:
-        if hurry.is_set() and not hurried:
-            hurried = True
+        if stop_now.is_set() and not ending:
+            ending = True
             for actor in actors:
-                actor.hurry.remote()
+                actor.stop_now.remote()
         _, stops = ray.wait(stops, num_returns=len(stops), timeout=POLL_SECONDS)
 
 
