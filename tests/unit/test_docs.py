@@ -31,6 +31,7 @@ MOST_README_LINES = 150
 MOST_PARAGRAPH_CHARACTERS = 800
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
 # A path of the repository: folders and a file name, or a folder that ends with a slash.
 PATH = re.compile(r"(?:[\w.*-]+/)+(?:[\w*-]+(?:\.[\w*-]+)*)?")
 
@@ -68,6 +69,19 @@ def test_paragraphs_are_short(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(prose(page)) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a rendered page has."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_anchors_exist(page: Path) -> None:
+    links = [
+        (page.parent / path if path else page, name) for path, name in ANCHOR.findall(prose(page))
+    ]
+    assert [f"{target.name}#{name}" for target, name in links if name not in headings(target)] == []
 
 
 def test_paths_exist(page: Path) -> None:
