@@ -1,9 +1,10 @@
-"""The files of an adapter, from a worker whose node has them to one whose node lacks them.
+"""Copies an adapter's files from a worker whose node has them to one whose node lacks them.
 
     a router names workers ─▶ asked one after another ─▶ all files, with the right digest ─▶ kept
                                         └─ refused, lost or other files: the next one
 
-A worker sends what is in the adapter's own place or was fetched before, without loading it.
+A worker sends files from the adapter's location or from its own fetched copy. It need not have
+loaded the adapter.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ log = logging.getLogger(__name__)
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
 PART_BYTES = 1 << 20
 FETCH_SECONDS = 300.0
-"""The longest that one worker may take to send all; a lost or frozen one is found sooner."""
+"""Limit for one worker to send all files; a lost or frozen worker is noticed sooner."""
 
 
 def fetch_adapter(adapter: Adapter, identity: Identity | None) -> None:
-    """Gets the adapter's files from one of its sources and keeps them. Blocks. Raises
-    AdapterMissing where none of them has them."""
+    """Copies the adapter's files from the first of its sources that has them. Blocks. Raises
+    AdapterMissing if none has them."""
     problems = []
     for source in adapter.sources:
         try:
             _fetch(adapter, source, identity)
         except grpc.RpcError as error:
-            problems.append(_described(error))
+            problems.append(_describe(error))
         except (BatonError, OSError) as error:
             problems.append(str(error))
         else:
             log.info("adapter %s was fetched from %s", adapter.digest.hex(), source)
             return
-        log.warning("adapter %s is not fetched from %s: %s", adapter.folder, source, problems[-1])
+        log.warning("cannot fetch adapter %s from %s: %s", adapter.folder, source, problems[-1])
     raise AdapterMissing(
         f"{adapter.folder} is not on this node, and no other worker has sent it:"
         f" {'; '.join(dict.fromkeys(problems))}"
     )
 
 
-def _described(error: grpc.RpcError) -> str:
-    assert isinstance(error, grpc.Call)  # of a call, as all of these
+def _describe(error: grpc.RpcError) -> str:
+    assert isinstance(error, grpc.Call)  # as every error that a call raises
     return error.details() or error.code().name
 
 
@@ -83,7 +84,7 @@ def _write(folder: Path, parts: Iterator[pb.AdapterPart]) -> None:
 
 
 class AdapterFilesService(worker_pb2_grpc.AdapterFilesServicer):
-    """Sends files of adapters in places that the configuration allows."""
+    """Sends the files of adapters in allowed locations."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         self._allowed = tuple(allowed)

@@ -56,7 +56,7 @@ from baton.worker.step_record import StepRecord
 log = logging.getLogger(__name__)
 
 _GIGABYTE = 10**9
-# For pages to be written to files.
+# Limit for writing pages to files when the worker ends.
 FLUSH_SECONDS = 5.0
 
 PHASES = {
@@ -99,7 +99,7 @@ class Backend:
         self._progress = progress
         self._on_lost = on_lost
         self._ranks: Ranks | None = None
-        self._tenths: dict[str, int] = {}  # reported, by what is being loaded
+        self._tenths: dict[str, int] = {}  # last reported, by what is being loaded
 
     def load(self, role: Role) -> tuple[AnyPhase, CacheFeed]:
         self._lower_priority(role)
@@ -127,20 +127,20 @@ class Backend:
         return self._make_phase(role), self._cache_feed
 
     def failure_reason(self, error: BaseException) -> BaseException:
-        """Why the worker ends: the loss of a rank, where that is the cause of `error`.
+        """Returns the loss of a rank if one caused `error`, else `error`.
 
-        Steps and transfers fail before the exit status of a lost rank is known.
+        Waits for a lost rank's exit status, which comes after steps and transfers have failed.
         """
         return (self._ranks.lost(EXIT_SECONDS) if self._ranks else None) or error
 
     @property
     def keeps_thread(self) -> bool:
-        """Whether one engine thread can run both roles. A thread's lowered priority, or its part
-        of a GPU, cannot be undone."""
+        """True if one engine thread can run both roles. A thread's lowered priority or its share
+        of a GPU cannot be undone."""
         return self._device != "cpu" and self._config.prefill.gpu_share == 1
 
     def close(self, *, for_good: bool) -> None:
-        """Keeps the pages that are in files, unless the worker leaves for good."""
+        """Keeps the pages in files unless the worker leaves for good."""
         close_second_tier(
             self.engine, self._config.cache, self._worker_id, FLUSH_SECONDS, for_good=for_good
         )
@@ -181,11 +181,11 @@ class Backend:
         self.engine = settings.load(
             device=settings.device, group=self._ranks.group, progress=self._report_loading
         )
-        self._ranks.have_connected()
+        self._ranks.remove_rendezvous()
 
     def _load_draft(self, role: Role) -> None:
-        """Loads the draft on a decode worker. On a prefill worker, checks that it could be loaded
-        after a role switch."""
+        """Loads the draft model on a decode worker. On a prefill worker, checks that a role switch
+        could load it."""
         decoding = role is Role.DECODE
         folder = find_draft(
             self._config, self._locate_model(), weights=decoding and self._config.weights == "files"
@@ -196,7 +196,8 @@ class Backend:
             self._times.mark("draft model")
 
     def _locate_model(self) -> Path:
-        """Downloads a hub's model unless it is there, and reports each gigabyte."""
+        """Returns the model's folder. Downloads a hub's model if needed and reports each
+        gigabyte."""
         gigabytes = -1
 
         def report(size: int) -> None:
@@ -252,7 +253,7 @@ class Backend:
         self._times.mark("adapters")
 
     def _gpu_settings(self, role: Role) -> GpuSettings:
-        """Large enough for the steps of either role, which may be switched."""
+        """Settings for the steps of either role, since the role may be switched."""
         prefill, decode = self._config.prefill, self._config.decode
         settings = GpuSettings(
             memory_share=self._config.gpu_memory,
@@ -266,7 +267,7 @@ class Backend:
         return replace(settings, draft=self._draft_room(settings))
 
     def _draft_room(self, main: GpuSettings) -> DraftRoom | None:
-        """The memory of the draft, on a prefill worker too: it is loaded after a role switch."""
+        """The draft model's memory, also on a prefill worker: a role switch loads the model."""
         config = self._config
         if self._device == "cpu" or not config.draft_model:
             return None
@@ -287,7 +288,7 @@ class Backend:
         return AdapterRoom(config.adapter_slots, config.adapter_rank, config.adapter_memory)
 
     def _report_loading(self, what: str, done: float) -> None:
-        """Reports every tenth of what is done in parts."""
+        """Reports each tenth of what is loaded in parts."""
         self._times.mark(what)
         if done == 1.0 and what not in self._tenths:
             return
@@ -309,7 +310,7 @@ def pool_memory(engine: Engine) -> PoolMemory:
 
 
 def head_range(engine: Engine) -> HeadRange:
-    """The key heads in this rank's pages. Each rank has all of a latent's, which is one."""
+    """The key heads in this rank's pages. A latent counts as one head, which every rank holds."""
     heads: int = engine.kv.shape[4]
     rank = 0 if heads == engine.architecture.kv_heads else engine.split.rank
     return HeadRange(rank * heads, heads)
@@ -318,7 +319,7 @@ def head_range(engine: Engine) -> HeadRange:
 def pool_layout(engine: Engine) -> PoolLayout:
     """The layout of whole pages, over all ranks."""
     model, stored = engine.architecture, _dtype_name(engine.kv.dtype)
-    if engine.kv.dtype != engine.dtype:  # the codes of what this dtype computes
+    if engine.kv.dtype != engine.dtype:  # quantized from values of the engine's dtype
         stored += f" from {_dtype_name(engine.dtype)}"
         if engine.kv.device.type == "cuda":
             stored += ", aligned"
@@ -335,7 +336,7 @@ def pool_layout(engine: Engine) -> PoolLayout:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """That of pages in int4, which torch has not, is uint8."""
+    """Pages in int4 are uint8 in torch, which lacks int4."""
     return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
 
 
@@ -346,9 +347,9 @@ def open_second_tier(
     wake: Callable[[], None],
     make_memory: MakeMemory = page_memory,
 ) -> None:
-    """Attaches a second tier to the pool where host memory or files are configured.
+    """Attaches a second tier to the pool if host memory or files are configured.
 
-    The pool's root must be set. `make_memory` makes rows of whole pages, over all ranks.
+    The pool's root must be set. `make_memory` allocates rows for whole pages, over all ranks.
     """
     root, kv, ranks = engine.pool.root, engine.kv, engine.split.size
     if root is None or not (config.host_memory or config.files):
@@ -376,7 +377,7 @@ def open_second_tier(
 def close_second_tier(
     engine: Engine, config: CacheConfig, worker_id: str, seconds: float, *, for_good: bool
 ) -> None:
-    """Writes pages to files for at most `seconds`; removes the files of a worker that leaves for
+    """Writes pages to files for at most `seconds`. Removes the files if the worker leaves for
     good, since no other worker would find them."""
     tier, root = second_tier_of(engine.pool), engine.pool.root
     if tier is None or root is None:
@@ -388,7 +389,7 @@ def close_second_tier(
 
 
 def _files_root(root: bytes, ranks: int) -> bytes:
-    """A file holds the heads rank after rank, so the number of ranks is part of its name."""
+    """Files hold the heads rank by rank, so the number of ranks is part of their folder's name."""
     if ranks == 1:
         return root
     return hashlib.blake2b(root, digest_size=len(root), person=b"ranks-%d" % ranks).digest()

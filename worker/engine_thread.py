@@ -23,7 +23,7 @@ from baton.worker.phase import AnyPhase
 
 IDLE_REPORT_SECONDS = 1.0
 BUSY_REPORT_SECONDS = 0.1
-# After the drain time: for requests to be handed back, and their transfers to end.
+# After the drain time: to hand requests back and let their transfers end.
 HAND_BACK_SECONDS = 5.0
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ class Detached:
 class Drain:
     """Refuse new requests; hand the others back after `seconds`.
 
-    `done` is set to "" when no request is left; with `retire`, when nothing is in flight and the
-    phase has ended, or to why it continues.
+    `done` resolves to "" when no request is left; with `retire`, to "" when the phase has ended
+    with nothing in flight, or to the reason why it continues.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class Drain:
 
 
 class Wake:
-    """Something has ended that the phase checks before its next step."""
+    """Wakes an idle thread: the phase has something to check before its next step."""
 
 
 class Stop:
@@ -76,10 +76,10 @@ MakePhase = Callable[[], tuple[AnyPhase, CacheFeed]]
 
 
 class EngineThread(threading.Thread):
-    """Runs a phase until Stop, or until it has retired: then the next one.
+    """Runs one phase after another, each until it has retired, until Stop.
 
-    An exception of the phase ends the thread, since its state is unknown, and `on_failure` is
-    called with it.
+    An exception of a phase ends the thread, since the phase's state is unknown, and `on_failure`
+    is called with it.
     """
 
     def __init__(
@@ -94,19 +94,20 @@ class EngineThread(threading.Thread):
         self._began = 0.0
         self._busy_seconds = 0.0
         self._fault = ""
-        self.requests = 0  # running or waiting, when last counted
+        self.requests = 0  # running or waiting, as last reported
         self._drain: Drain | None = None
         self._hand_back_at = math.inf
         self._give_up_at = math.inf
 
     def problem(self, stall_seconds: float) -> str:
-        """Why the engine cannot be used; empty when it can. May be called from any thread."""
+        """Returns why the engine cannot be used, "" if it can. Thread-safe."""
         if time.monotonic() - self._reported > stall_seconds:
             return f"the engine has made no progress for {stall_seconds:g} seconds"
         return self._fault
 
     def run_phase(self, make_phase: MakePhase) -> Future[None]:
-        """Runs a phase, once the one before has retired. The result is set when it is ready."""
+        """Queues a phase, to run when the one before has retired. The future resolves when the
+        phase is ready."""
         ready: Future[None] = Future()
         self._phases.put((make_phase, ready))
         return ready
@@ -136,13 +137,13 @@ class EngineThread(threading.Thread):
         self._report(phase, -math.inf)
 
     def _serve(self, phase: AnyPhase) -> Drain | None:
-        """Returns what has retired the phase; None after Stop."""
+        """Returns the drain that retired the phase; None after Stop."""
         busy = False
         while self._handle_inbox(phase, wait=not busy):
             began = time.monotonic()
             busy = phase.step()
             self._busy_seconds += (time.monotonic() - began) * busy
-            self._outbox.flush()  # tokens first: a report may count all pages
+            self._outbox.flush()  # tokens first: the report may have to count all pages
             self._report(phase, BUSY_REPORT_SECONDS if busy else 0.0)
             self._cache_feed.publish(busy=busy)
             drained = self._continue_draining(phase)
@@ -152,7 +153,7 @@ class EngineThread(threading.Thread):
         return None
 
     def _handle_inbox(self, phase: AnyPhase, *, wait: bool) -> bool:
-        """Handles what is in the inbox. False after Stop."""
+        """Handles all items in the inbox. Returns False after Stop."""
         try:
             item = self._inbox.get(block=wait, timeout=IDLE_REPORT_SECONDS)
             while True:
@@ -189,13 +190,13 @@ class EngineThread(threading.Thread):
         self._outbox.broadcast(pb.WorkerMessage(draining=pb.Draining()))
 
     def _continue_draining(self, phase: AnyPhase) -> Drain | None:
-        """The drain that has succeeded now, if any."""
+        """Hands requests back and gives up when due. Returns the drain if it has succeeded."""
         drain, now = self._drain, time.monotonic()
         if drain is None:
             return None
         if phase.settled if drain.retire else phase.idle:
             self._drain = None
-            if not drain.retire:  # else once the phase has ended
+            if not drain.retire:  # otherwise `run` resolves it
                 _resolve(drain.done, "")
             return drain
         if now >= self._hand_back_at:

@@ -11,10 +11,10 @@ class HeldLeases:
     freed."""
 
     def __init__(self, *, written: bool) -> None:
-        """`written`: peers write to the pages that were not found; otherwise they read all."""
+        """`written`: peers write to the pages that were not cached; otherwise they read all."""
         self._written = written
         self._leases: dict[AttemptKey, Lease] = {}
-        self._overdue: set[AttemptKey] = set()  # those held for too long
+        self._overdue: set[AttemptKey] = set()  # held for too long
 
     def __contains__(self, key: AttemptKey) -> bool:
         return key in self._leases

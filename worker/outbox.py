@@ -16,16 +16,16 @@ from baton.engine.second_tier import second_tier_of
 from baton.v1 import worker_pb2 as pb
 
 MAX_BACKLOG = 100_000
-"""Queued messages of one router beyond which it is disconnected."""
+"""A router with this many queued messages is disconnected."""
 
 CACHE_BACKLOG = 1_000
-"""Queued messages of one router beyond which it gets no cache events."""
+"""A router with this many queued messages gets no cache events."""
 
 FEED_SECONDS = 0.05
 """Interval between cache events while the engine is busy."""
 
 MOST_KEYS = 2048
-"""Changed keys that are sent before the interval is over."""
+"""With this many changed keys, events do not wait for the interval to end."""
 
 
 class Outbox:
@@ -50,7 +50,7 @@ class Outbox:
     # Called by the event loop.
 
     def attach(self, attachment: int) -> asyncio.Queue[pb.WorkerMessage | None]:
-        """The queue of one router's stream. None in it is the end."""
+        """Returns the queue of one router's stream. None ends the stream."""
         queue: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._queues[attachment] = queue
         return queue

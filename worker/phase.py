@@ -40,7 +40,7 @@ from baton.worker.step_pipeline import Settled, StepPipeline
 from baton.worker.step_record import StepRecord
 
 Order = pb.Prefill | pb.Reserve | pb.Compute
-"""A message that brings work."""
+"""A message that carries work."""
 
 
 class Scheduler(Protocol):
@@ -64,7 +64,7 @@ class Scheduler(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job(Sequence):
-    """One attempt: its sequence, and what both phases know of it."""
+    """One attempt: its sequence, with the fields that both phases need."""
 
     attachment: int = 0
     queued_at: float = 0.0
@@ -75,12 +75,12 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 class Phase(ABC, Generic[AnyJob]):
-    """Holds one job per attempt. A released one that a peer may still use leaves its lease in
-    `_leaving`."""
+    """Holds one job per attempt. If a peer may still use a released job's pages, its lease moves
+    to `_leaving`."""
 
     role: ClassVar[Role]
     _scheduler: Scheduler
-    accepted: ClassVar[tuple[str, ...]]  # the messages that bring work
+    accepted: ClassVar[tuple[str, ...]]  # kinds of orders for this role
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Phase(ABC, Generic[AnyJob]):
         self._quarantine_share = config.quarantine_share
         self._draining = False
         self._jobs: dict[AttemptKey, AnyJob] = {}
-        self._alone: set[AttemptKey] = set()  # of the jobs, those that share no step
+        self._alone: set[AttemptKey] = set()  # jobs that share no step with others
         self._holding: set[int] = set()  # routers that hold background requests
         self._leaving = HeldLeases(written=self.role is Role.DECODE)
         self._held = [self._leaving]
@@ -109,10 +109,10 @@ class Phase(ABC, Generic[AnyJob]):
 
     @abstractmethod
     def _set_up(self, config: Config) -> None:
-        """Makes what only this phase has."""
+        """Creates the parts that only this phase has."""
 
     def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
-        """Handles a router's message that arrived at `arrived`, by the monotonic clock."""
+        """Handles a router's message. `arrived` is its arrival time by the monotonic clock."""
         match message.WhichOneof("kind"):
             case "prefill" | "reserve" | "compute" as kind:
                 order: Order = getattr(message, kind)
@@ -149,11 +149,11 @@ class Phase(ABC, Generic[AnyJob]):
                 self._on_transfer(event)
 
     def step(self) -> bool:
-        """Runs one step of the engine. False when there is nothing to run."""
+        """Runs one step of the engine. Returns False if nothing can run."""
         self._pool.second_tier.advance()
         if self._alone:
             self._alone &= self._jobs.keys()
-            self._advance({})  # nothing else is in flight beside them
+            self._advance({})  # settles all steps in flight, so that none runs beside theirs
         plan = self._plan()
         if self._adapters:
             plan = self._with_adapters(self._adapters, plan)
@@ -187,7 +187,7 @@ class Phase(ABC, Generic[AnyJob]):
         return adapters.runnable(plan)
 
     def load(self) -> pb.Load:
-        """How busy the phase and its pool are; also written to the metrics."""
+        """Reports how busy the phase and its pool are, also to the metrics."""
         busy, quarantined = self._jobs or self._steps.any, self._quarantined
         held = set[int]().union(*(each.pages for each in self._held))
         leak = "" if busy else self._pool.check_integrity(held=len(held))
@@ -227,12 +227,12 @@ class Phase(ABC, Generic[AnyJob]):
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests."""
+        """True if there are no requests."""
         return not self._jobs
 
     @property
     def settled(self) -> bool:
-        """Whether there are no requests, no in-flight steps and no transfers of any page."""
+        """True if there are no requests, no in-flight steps and no transfers of any page."""
         return self.idle and not self._steps.any and not any(map(len, self._held))
 
     @abstractmethod
@@ -246,12 +246,12 @@ class Phase(ABC, Generic[AnyJob]):
     def _plan(self) -> Plan: ...
 
     def _unblock(self) -> bool:
-        """Called when nothing can run. Whether that has changed."""
+        """Called when nothing can run. Returns True if something can now."""
         return False
 
     @abstractmethod
     def _commit(self, job: AnyJob, settled: Settled) -> None:
-        """Takes over what a step did for a job."""
+        """Applies a step's results to a job."""
 
     @abstractmethod
     def _end_step(self, plan: Plan) -> None:
@@ -264,11 +264,11 @@ class Phase(ABC, Generic[AnyJob]):
     @property
     @abstractmethod
     def _transfers(self) -> int:
-        """Attempts whose pages may be on their way."""
+        """Number of attempts whose pages may be in transfer."""
 
     @property
     def _quarantined(self) -> int:
-        """Pages that a remote write uses or may reach for too long."""
+        """Number of pages that peers have held for too long."""
         return len(set[int]().union(*(each.overdue_pages for each in self._held)))
 
     def _accept(self, attachment: int, order: Order, arrived: float) -> None:
@@ -291,7 +291,7 @@ class Phase(ABC, Generic[AnyJob]):
             self._adapters.request(work.adapter, in_use)
 
     def _start(self, plan: Plan) -> list[AnyJob]:
-        """The jobs that are in a step for the first time."""
+        """Notes the start of jobs in their first step and returns these jobs."""
         now = time.monotonic()
         jobs = [self._jobs[sequence.work.key] for sequence in plan]
         new = [job for job in jobs if not job.started_at]
@@ -315,7 +315,7 @@ class Phase(ABC, Generic[AnyJob]):
         self._release(job.work.key)
 
     def _check(self, work: Work) -> None:
-        """Raises why the work cannot be accepted."""
+        """Raises an error if the work cannot be accepted."""
         if self._draining:
             raise self._drained()
         if fault := self._quarantine_fault(self._quarantined):
@@ -340,7 +340,7 @@ class Phase(ABC, Generic[AnyJob]):
         if work.pooling is not Pooling.ENCODER:
             return self._engine.architecture.vocabulary_size, self._engine.context_length
         if self._engine.encoder is None or self.role is Role.DECODE:
-            raise NotServed("this worker computes no embedding model", field="model")
+            raise NotServed("this worker runs no embedding model", field="model")
         config = self._engine.encoder.config
         return config.vocabulary, config.max_tokens
 
@@ -355,10 +355,10 @@ class Phase(ABC, Generic[AnyJob]):
         self._outbox.send(attachment, failed_to(key, error))
 
     def _quarantine_fault(self, quarantined: int) -> str:
-        """Why the worker accepts nothing new; empty when it does.
+        """Returns why the worker refuses new requests, "" if it accepts them.
 
         Pages that a remote write may still reach cannot be used. When they exceed the configured
-        share of the pool, something is badly wrong with the peers, and little would fit.
+        share of the pool, something is badly wrong with the peers, and few requests would fit.
         """
         share, total = self._quarantine_share, self._pool.total
         if quarantined <= share * total:

@@ -1,5 +1,5 @@
-"""One process of a worker that several share: `python -m baton.worker.rank_process STEPS TRANSFERS
-COPIES`, ranks 1 and up.
+"""The process of one rank, 1 or higher, of a worker whose model is split: `python -m
+baton.worker.rank_process STEPS TRANSFERS COPIES`.
 
 The arguments are inherited sockets to rank 0, the worker itself (worker/ranks.py):
 
@@ -7,8 +7,8 @@ The arguments are inherited sockets to rank 0, the worker itself (worker/ranks.p
                                                       ├─▶ transfers, on a thread
                                                       └─▶ copies, on another
 
-It lives as long as rank 0 keeps the first two open. Signals are left to rank 0.
-Imports no torch at the top: the number of threads must be set first, and the
+It ends when rank 0 closes one of the first two sockets, and leaves signals to rank 0. This
+module does not import torch at the top: the number of threads must be set first, and the
 cluster checks a configuration without torch.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Until the steps' socket ends like the transfers'; a step may be waiting for a dead rank 0.
+# For the steps' socket to end after the transfers' one; a step may be waiting for a dead rank 0.
 GRACE_SECONDS = 5.0
 
 
@@ -54,7 +54,7 @@ class RankSettings:
     nice: int
     transport: str
     log_level: str
-    # `Engine.load` for this worker, but for the device, the group and the progress.
+    # `Engine.load` with all arguments except device, group and progress.
     load: Callable[..., Engine]
     # A file that does not exist yet, in a folder that all ranks can write to.
     rendezvous: str = ""
@@ -69,7 +69,7 @@ class RankSettings:
 def rank_devices(size: int, device: str, visible: int, *, may_share: bool) -> list[str]:
     """The device of each rank: one of the `visible` GPUs each, in order.
 
-    Raises InvalidConfig where there are too few and they may not be shared.
+    Raises InvalidConfig if there are too few and they may not be shared.
     """
     if device == "cpu":
         return ["cpu"] * size
@@ -82,7 +82,7 @@ def rank_devices(size: int, device: str, visible: int, *, may_share: bool) -> li
 
 
 def check_ranks(size: int, model: AnyArchitecture, gpu_share: float = 1.0) -> None:
-    """Raises InvalidConfig when `size` processes cannot serve as one worker."""
+    """Raises InvalidConfig if the model cannot be split over `size` processes."""
     if size == 1:
         return
     check_ranks_of(model, size)
@@ -136,7 +136,7 @@ def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
 
 
 def _use(device: str) -> None:
-    """Makes this the calling thread's device."""
+    """Sets the calling thread's device."""
     import torch
 
     if device != "cpu":

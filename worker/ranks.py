@@ -3,15 +3,15 @@
     start ─▶ each loads its part ─▶ all connect ─▶ follow steps and transfers ─▶ close
                   └────────────────────────────────┴─ one ends ─▶ `on_lost`: the worker ends too
 
-On GPUs each rank takes one of those that the worker sees, in order. Ranks share a GPU only
-where the configuration allows it, for tests.
+Each rank takes one of the GPUs that the worker sees, in order. Ranks share a GPU only if the
+configuration allows it, for tests.
 
 Rank 0 has three sockets to each rank: for steps, for transfers, and for copies to and from
 the second tier. They close when rank 0 ends, and the ranks end with them
 (worker/rank_process.py).
 
-A rank that ends is noticed in several places: its exit status, a step or a transfer that
-fails. `Ranks` alone decides on the reason: others ask `lost` before they report theirs.
+The end of a rank shows in several places: its exit status, a failed step, a failed transfer.
+`Ranks` alone decides on the cause: other code asks `lost` before it reports its own error.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from baton.worker.resources import claim_threads
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-# Between the first failure that a lost rank causes and its exit status.
+# Limit between the first failure that a lost rank causes and its exit status.
 EXIT_SECONDS = 2.0
-# For the worker to end by itself after a rank is lost.
+# Time for the worker to end by itself after the loss of a rank.
 LOST_SECONDS = 5.0
 
 
 def rank_settings(
     config: Config, folder: Path, role: Role, device: str, dtype: str, gpu: GpuSettings
 ) -> tuple[RankSettings, list[str]]:
-    """Rank 0's settings, and the device of each rank of a worker that runs the model in `folder`.
-    `config` is settled.
+    """Returns rank 0's settings and the device of each rank, for the model in `folder`. `config`
+    is settled.
 
-    Raises InvalidConfig where the ranks could not share its model.
+    Raises InvalidConfig if the model cannot be split over the ranks.
     """
     section = config.pool(role)
     size = section.tensor_parallel
@@ -108,7 +108,7 @@ def has_second_tier(config: Config) -> bool:
 
 
 class RankKilled(WorkerLost):
-    """A rank was killed from outside, as if its worker had been."""
+    """A rank was killed from outside. Like a killed worker, this accuses no request."""
 
 
 class Ranks:
@@ -128,7 +128,7 @@ class Ranks:
     ) -> None:
         self._on_lost = on_lost
         self._closing = False
-        self._lost: Future[WorkerLost] = Future()  # the first rank that ended
+        self._lost: Future[WorkerLost] = Future()  # resolves when the first rank ends
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._steps: list[Connection] = []
@@ -151,7 +151,7 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def _wait_loaded(self) -> None:
-        """Returns when all ranks have loaded; raises why one cannot."""
+        """Returns when all ranks have loaded; raises the error of one that cannot."""
         for rank, steps in enumerate(self._steps, start=1):
             try:
                 error = steps.recv()
@@ -162,18 +162,20 @@ class Ranks:
                 raise error
 
     def lost(self, seconds: float = 0.0) -> WorkerLost | None:
-        """The first rank that has ended, waiting up to `seconds` for one to end."""
+        """Waits up to `seconds` for a rank to end. Returns the loss of the first one, or None."""
         with suppress(TimeoutError):
             return self._lost.result(seconds)
         return None
 
-    def have_connected(self) -> None:
-        """Removes the rendezvous file, unless NCCL still needs it."""
+    def remove_rendezvous(self) -> None:
+        """Removes the rendezvous file after all ranks have connected, unless NCCL still needs
+        it."""
         if not self.settings.own_devices:
             self._folder.cleanup()
 
     def page_memory(self, kv: Tensor, rows: int) -> PageMemory:
-        """Memory of `rows` whole pages for a second tier; once. `kv` is rank 0's pool."""
+        """Allocates `rows` whole pages for the second tier. May be called once. `kv` is rank 0's
+        pool."""
         file = self.settings.rows_file
         assert file is not None
         return share_rows(kv, self.settings.split, rows, file, self._copies)
@@ -201,7 +203,7 @@ class Ranks:
             process = subprocess.Popen(
                 [sys.executable, "-m", "baton.worker.rank_process", *map(str, inherited)],
                 pass_fds=inherited + files,
-                # The packages of this process, as under Ray.
+                # Ray may have extended this process's sys.path.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._processes.append(process)

@@ -1,6 +1,6 @@
-"""How a worker uses the cores and the GPU it runs on.
+"""Sets how a worker uses its cores and its GPU.
 
-Import this before torch: torch finds its number of threads in the environment.
+Import this before torch, which reads its number of threads from the environment.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MPS_STOP_SECONDS = 10.0
 def claim_threads(config: Config, role: Role, ranks: int | None = None) -> int:
     """Sets and returns the number of compute threads of this process.
 
-    A worker's `ranks` share its threads. After a role switch they are as many as before, which
-    may differ from the new role's `tensor_parallel`.
+    A worker's `ranks` share its threads. A role switch keeps the number of ranks, which may
+    differ from the new role's `tensor_parallel`.
     """
     section = config.pool(role)
     whole = section.threads or len(os.sched_getaffinity(0))
@@ -41,8 +41,8 @@ def use_threads(threads: int) -> None:
 
 
 def lower_priority(niceness: int) -> None:
-    """Lowers the priority of the calling thread, and of threads that it starts later. A lower one
-    stays: raising it may not be permitted."""
+    """Lowers the priority of the calling thread and of threads that it starts later. Never raises
+    it, which may not be permitted."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, max(own, niceness))
 
@@ -52,8 +52,8 @@ def mps_service(folder: Path) -> Iterator[dict[str, str]]:
     """Runs NVIDIA's multi-process service (MPS) while the block runs.
 
     Without it a GPU time-slices between processes; with it their kernels run side by side, each
-    within its part of the GPU (engine/gpu/device.py). Yields the environment variables by
-    which a process joins it, before CUDA starts.
+    within its part of the GPU (engine/gpu/device.py). Yields the environment variables that a
+    process needs to join it, before CUDA starts.
     """
     variables = {MPS_FOLDER: str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
     try:

@@ -32,7 +32,7 @@ def main(role: Role) -> None:
     times = StartTimes(process_began())
     arguments = _parse(role)
     try:
-        config = _of_model(configs.load(arguments.config), arguments.model)
+        config = _select_model(configs.load(arguments.config), arguments.model)
         set_up_logging(config.log_level)
         claim_threads(config, role)
         times.mark("command")
@@ -52,14 +52,14 @@ def _parse(role: Role) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{role.value}_worker", description=__doc__)
     parser.add_argument("--config", type=Path, help="a YAML file (default: the built-in defaults)")
     parser.add_argument("--name", help=f"the worker's name, unique in the cluster ({role.value}-0)")
-    parser.add_argument("--model", default="", help="of the file's models, the one to serve")
+    parser.add_argument("--model", default="", help="which of the file's models to serve")
     parser.add_argument("--port", type=int, help=f"overrides {role.value}.port")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port")
     return parser.parse_args()
 
 
-def _of_model(config: Config, name: str) -> Config:
-    """The configuration of one model of a file with several."""
+def _select_model(config: Config, name: str) -> Config:
+    """Returns the configuration of one model of a file with several."""
     if not config.models and not name:
         return config
     if name not in config.models:
@@ -69,7 +69,7 @@ def _of_model(config: Config, name: str) -> Config:
 
 
 def _open_record(config: Config, role: Role, port: int) -> StepRecord:
-    """Its scope is its address: what routers know it by, before and after a restart."""
+    """Opens a record with the worker's address as scope, which a restart does not change."""
     return open_record(f"{config.pool(role).host}:{port}") if port else StepRecord()
 
 

@@ -1,7 +1,7 @@
 """The engine's in-flight steps: launched in order, settled in order.
 
-On a GPU one step stays in flight while the host settles the one before, so the
-device never waits for a plan, unless the plan waits for the device: for guesses.
+On a GPU one step stays in flight while the host settles the one before, so the device does
+not wait for a plan. Plans with guesses are the exception: they need the tokens in flight.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Settled:
     """What a step did for one sequence."""
 
     sequence: Sequence
-    computed: int  # tokens whose K/V is in the sequence's pages since
+    computed: int  # tokens whose K/V is now in the sequence's pages
     drawn: list[Drawn] = field(default_factory=list)  # the sampled tokens
-    guesses: int = 0  # that the step has run; all but one of the sampled tokens were right
+    guesses: int = 0  # guesses that the step ran; all sampled tokens but one were guessed
     error: BatonError | None = None
 
 
@@ -36,18 +36,18 @@ class Settled:
 class _Launched:
     plan: Plan
     rows: int
-    computed: list[int]  # as in Settled, by sequence of the plan, without right guesses
+    computed: list[int]  # `Settled.computed` of each sequence, without accepted guesses
     step: InFlightStep
     began: float
-    idle: float | None  # seconds before, in which the device waited for it; None: it did not
+    idle: float | None  # seconds that the device waited before the step; None: it did not wait
 
 
 LONGEST_IDLE = 0.05
-"""Seconds between two steps; a device that waits longer had nothing to run."""
+"""A device that is idle for more seconds between two steps had nothing to run."""
 
 OnStep = Callable[[int, float, bool], None]
-"""Gets the rows and seconds of a step that only decodes, and whether the device waited for it,
-which counts."""
+"""Gets the rows and seconds of a step that only decodes, and whether the device waited for it;
+the seconds include that wait."""
 
 
 class StepPipeline:
@@ -65,13 +65,13 @@ class StepPipeline:
 
     @property
     def last_end(self) -> DeviceEvent | None:
-        """When the step launched last will have ended; None if the device is idle."""
+        """The event that marks the end of the latest step; None if no step is in flight."""
         return self._launched[-1].step.ended if self._launched else None
 
     def advance(self, plan: Plan) -> Iterator[Settled]:
         """Launches the plan's step and settles those before it. Without a plan, settles all.
 
-        A step ends in the record when the caller has committed all that it did.
+        The record counts a step as ended when the caller has committed all its results.
         """
         if plan:
             self._launch(plan)
@@ -92,7 +92,7 @@ class StepPipeline:
 
     def _settle(self, launched: _Launched) -> list[Settled]:
         plan, outcomes = launched.plan, launched.step.wait()
-        # The device began it when it had ended the step before.
+        # The device begins a step when the one before has ended.
         began, self._settled_at = max(launched.began, self._settled_at), time.monotonic()
         seconds = self._settled_at - began
         self._metrics.step(len(plan), launched.rows, seconds)
@@ -103,7 +103,7 @@ class StepPipeline:
         return list(map(_settled, plan, launched.computed, outcomes))
 
     def _observe_compute(self, plan: Plan, seconds: float) -> None:
-        """Updates the cost of computing prompts, which the second tier compares with its own."""
+        """Updates the cost of computing prompts, which the second tier compares with restoring."""
         tier = second_tier_of(self._engine.pool)
         tokens = sum(count for count in plan.values() if count > 1)
         if tier is not None and tokens >= self._engine.pool.page_size:
@@ -122,9 +122,9 @@ def _settled(sequence: Sequence, computed: int, outcome: Outcome) -> Settled:
 def launch(engine: Engine, plan: Plan) -> InFlightStep:
     """Launches a plan so that a request which breaks the engine fails alone.
 
-    A typed error (such as logits that are not numbers) leaves every sequence
-    as it was, so each sequence of a failed step is tried again by itself, without guesses: a
-    wrong one must not fail it.
+    A typed error (such as logits that are not numbers) leaves every sequence as it was. So each
+    sequence of a failed step is run again by itself, without guesses, since a wrong guess must
+    not fail it.
     """
     try:
         return engine.launch(plan)

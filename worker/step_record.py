@@ -1,22 +1,22 @@
 """The step record: which requests a worker's process computes, in a file that outlives it.
 
-    open_record ─▶ running ─▶ close: an orderly end, or a start that failed; the files go
-                      └─ any other end ─▶ a process of the same scope reads them: a Verdict
+    open_record ─▶ running ─▶ close after an orderly end or a failed start: removes the files
+                      └─ any other end ─▶ a process of the same scope judges them: a Verdict
 
-A scope is a cluster under Ray, whose workers on a node look for each other's records once a second,
-or else one worker, whose next process does.
+Under Ray, a scope is a cluster: its workers on a node look for each other's records once a second.
+Without Ray, a scope is one worker, whose next process looks.
 
-The engine thread notes the rows of a step before it is launched and that it has settled after it,
-and the same for a request that it accepts. How the process ended is evidence too:
+The engine thread notes the rows of a step before its launch, and that the step has settled. It does
+the same for a request that it accepts. How the process ended is evidence too:
 
     an exception            its text is in the record
     SIGSEGV, SIGABRT, …     faulthandler has written the stack into a second file
     out of memory           the kernel's count of such kills grew in the last second
     none of these           killed from outside: no request is accused
 
-The record is memory that is mapped from a file, so noting a step is a copy of a few bytes, and the
-kernel keeps them whatever becomes of the process. No torch: a new process reads records first of
-all.
+The record is a memory-mapped file, so noting a step copies a few bytes, which the kernel keeps
+however the process ends. This module does not import torch, since a new process reads records
+before anything else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TEXT_BYTES = 2000
 _SLOT = struct.Struct("<II")  # whether it is in use, length
 _SLOT_BYTES = 1 << 16
 _SLOTS_AT = 4096
-_ACCEPTING = 2  # the slot of a request that is accepted; those before it are for steps in flight
+_ACCEPTING = 2  # the slot of the request being accepted; slots 0 and 1 are for steps in flight
 _SIZE = _SLOTS_AT + (_ACCEPTING + 1) * _SLOT_BYTES
 
 
@@ -66,8 +66,8 @@ class Row(Protocol):
 
 
 class StepRecord:
-    """`verdicts` are the latest on other processes of its scope. Without a file, as in tests, no
-    other process can read it."""
+    """`verdicts` has the latest verdicts on other processes of its scope. Without a file, as in
+    tests, no other process can read the record."""
 
     def __init__(self, memory: mmap.mmap | None = None, path: Path | None = None) -> None:
         self.incarnation = secrets.randbits(64)
@@ -79,7 +79,7 @@ class StepRecord:
         _HEADER.pack_into(self.memory, 0, _FORMAT, self.incarnation, -1, 0)
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """A step of these rows is about to be launched. At most two are in flight."""
+        """Notes the rows of a step before its launch. At most two steps are in flight."""
         slot = self._begun & 1
         self._begun += 1
         # Most steps have the rows of the one before.
@@ -89,28 +89,28 @@ class StepRecord:
         self.memory[_SLOTS_AT + slot * _SLOT_BYTES] = 1
 
     def end(self) -> None:
-        """The oldest step in flight has settled."""
+        """Notes that the oldest step in flight has settled."""
         self.memory[_SLOTS_AT + (self._ended & 1) * _SLOT_BYTES] = 0
         self._ended += 1
 
     @contextlib.contextmanager
     def accepting(self, request_id: str) -> Iterator[None]:
-        """A request is prepared, such as its grammar."""
+        """Notes a request while it is prepared, for example its grammar."""
         self._note(_ACCEPTING, [request_id])
         self.memory[_SLOTS_AT + _ACCEPTING * _SLOT_BYTES] = 1
         yield
         self.memory[_SLOTS_AT + _ACCEPTING * _SLOT_BYTES] = 0
 
     def refresh(self) -> None:
-        """Called once a second: earlier out-of-memory kills, of other processes, explain nothing,
-        and a record is as old as the end of its process."""
+        """Called once a second. Notes the count of out-of-memory kills, since earlier ones hit
+        other processes, and touches the file, so that its time is the end of this process."""
         _OOM_KILLS.pack_into(self.memory, _OOM_KILLS_AT, _oom_kills())
         if self._path:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
     def crash(self, error: BaseException) -> None:
-        """The process ends because of an error. The first one is the cause."""
+        """Notes the error that ends the process. Only the first counts, as the cause."""
         *header, length = _HEADER.unpack_from(self.memory)
         if not length:
             text = f"{type(error).__name__}: {error}".encode()[:_TEXT_BYTES]
@@ -118,14 +118,14 @@ class StepRecord:
             _HEADER.pack_into(self.memory, 0, *header, len(text))
 
     def judge_others(self) -> None:
-        """Takes the records of processes that have ended."""
+        """Judges and removes the records of processes that have ended."""
         if self._path:
             scope = self._path.name.partition("@")[0]
             records = self._path.parent.glob(f"{scope}@*.steps")
             self.verdicts.extend(filter(None, map(_take, records)))
 
     def close(self) -> None:
-        """An orderly end, or one before any request: removes the files."""
+        """Removes the files after an orderly end or a failed start."""
         if self._path:
             _remove(self._path)
 
@@ -140,8 +140,8 @@ class StepRecord:
 
 
 def open_record(scope: str) -> StepRecord:
-    """This process's record; judges those of ended processes of its scope on this node. From here
-    on a fatal signal leaves its stack beside the record."""
+    """Opens this process's record and judges those of ended processes of its scope on this node.
+    From now on a fatal signal writes its stack beside the record."""
     try:
         return _open(quote(scope, safe=""))
     except OSError as error:
@@ -150,7 +150,8 @@ def open_record(scope: str) -> StepRecord:
 
 
 def judge(memory: mmap.mmap | bytes, fault: str, oom_kills: int) -> pb.Verdict:
-    """`fault` is what faulthandler wrote, `oom_kills` the kernel's count now."""
+    """Returns the verdict on an ended process. `fault` is faulthandler's output, `oom_kills` the
+    kernel's count now."""
     _, incarnation, kills_before, length = _HEADER.unpack_from(memory)
     verdict = pb.Verdict(incarnation=incarnation, crashed=True)
     if length:
@@ -161,7 +162,7 @@ def judge(memory: mmap.mmap | bytes, fault: str, oom_kills: int) -> pb.Verdict:
         verdict.ended = "the kernel ended it, or another process, for lack of memory"
     else:
         verdict.ended, verdict.crashed = "it was killed from outside", False
-    # The stack of another Python thread than the engine's: its rows have nothing to do with it.
+    # If another Python thread than the engine's crashed, the rows did not cause it.
     elsewhere = "  File " in fault and "engine_thread.py" not in fault
     if verdict.crashed and not elsewhere:
         slots = range(_ACCEPTING + 1)
@@ -189,17 +190,17 @@ def _open(scope: str) -> StepRecord:
     record = StepRecord(mmap.mmap(descriptor, _SIZE), path)
     record.refresh()
     faulthandler.enable(path.with_suffix(".fault").open("w"), all_threads=False)
-    # Named only when locked: a process that finds it unlocked takes its owner for dead.
+    # Linked only when locked: an unlocked record means that its process has ended.
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends, in whatever way
-    # With a `src_dir_fd`, whatever it is, os.link follows the link.
+    # os.link follows the link in /proc only if it gets a `src_dir_fd`, whichever it is.
     os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
     record.judge_others()
     return record
 
 
 def _take(path: Path) -> pb.Verdict | None:
-    """Removes the record of a process that has ended; None for one that lives, or that another
-    process has judged."""
+    """Judges and removes the record of a process that has ended. Returns None if the process
+    lives or another one has judged the record."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fault = path.with_suffix(".fault").read_text(errors="replace")
@@ -229,8 +230,8 @@ def _folder() -> Path:
 
 
 def _oom_kills() -> int:
-    """How many processes of this control group, or else of this host, the kernel has ended for lack
-    of memory; -1 where that is unknown."""
+    """Returns the number of out-of-memory kills in this control group, or else on this host; -1 if
+    unknown."""
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
         group /= Path("/proc/self/cgroup").read_text().partition("::/")[2].strip()

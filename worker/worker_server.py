@@ -1,9 +1,9 @@
 """A whole worker in one process: event loop, engine thread, transfer thread.
 
-start()        loads the model, makes the pool reachable, serves; then `address` is known
-serve_until()  waits for the stop signal or a router's Drain; finishes or hands back the
-               requests; then ends the streams, the engine thread and the transfers, in
-               that order; raises when the engine has failed
+start()        loads the model, makes the pool reachable, serves; sets `address`
+serve_until()  waits for the stop signal or a router's Drain; finishes requests or hands
+               them back; then ends the streams, the engine thread and the transfers, in
+               that order; raises if the engine has failed
 
 A router may switch its role meanwhile:
 
@@ -12,8 +12,8 @@ A router may switch its role meanwhile:
        └── same role ─────────┘ transfers that do not end
 
 The process, its engine, pool, prefix cache, transports and streams to routers stay.
-On a whole GPU the engine thread stays too, with what the libraries have prepared for
-it; elsewhere each phase has a thread of its own (`Backend.keeps_thread`).
+On a whole GPU the engine thread stays too, with the libraries' state of this thread;
+elsewhere each phase has a thread of its own (`Backend.keeps_thread`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class WorkerServer:
         record: StepRecord | None = None,
     ) -> None:
         """`on_role` is called after a role switch, `on_leaving` when the worker is asked to drain
-        and leave for good. `times` and `record` have been kept since the start of the process."""
+        and leave for good. `times` and `record` began with the process."""
         self._config = config
         self._role = role
         self._worker_id = worker_id
@@ -88,13 +88,12 @@ class WorkerServer:
         self._record = record or StepRecord()
         self._inbox = EngineInbox()
         self._metrics = WorkerMetrics(worker_id, role, model_store.model_name(config))
-        # Whether it was drained to be restarted.
-        self.restarts = False
+        self.restarts = False  # whether it drains to be restarted
         self.metrics_address = ""  # "host:port"
 
     async def start(self, host: str, port: int, metrics_port: int | None = None) -> None:
-        """Loads the model and serves, with a `metrics_port` also metrics. When this returns, the
-        worker accepts requests; when it raises, no step record is left, as there is no suspect."""
+        """Loads the model and serves; with a `metrics_port`, also metrics. When this returns, the
+        worker accepts requests. If it raises, it removes the step record: there is no suspect."""
         try:
             await self._start(host, port, metrics_port)
         except BaseException:
@@ -179,7 +178,7 @@ class WorkerServer:
         self._record.close()
 
     def drain(self, restart: bool = False) -> None:
-        """Makes `serve_until` return once all requests have ended or were handed back."""
+        """Makes `serve_until` return when all requests have ended or were handed back."""
         self.restarts = restart
         self._drain_asked.set()
         if not restart:
@@ -195,8 +194,8 @@ class WorkerServer:
         await stopping.wait_at_most(limit, self._drained)
 
     def switch(self, role: Role) -> None:
-        """Starts a role switch. Ignored during another one, whose outcome all routers hear, and
-        while the process drains."""
+        """Starts a role switch. Ignored while the process drains, and during another switch, whose
+        outcome is sent to all routers."""
         if self._draining:
             return
         if role is self._role:
@@ -236,7 +235,7 @@ class WorkerServer:
 
     @property
     def _draining(self) -> bool:
-        """Whether new requests are refused, to end or to switch the role."""
+        """True while new requests are refused, before the end or a role switch."""
         return self._drain_asked.is_set() or self._switching is not None
 
     async def _watch_health(self) -> None:

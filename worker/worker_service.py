@@ -32,7 +32,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         on_drain: Callable[[bool], None],
         on_switch: Callable[[Role], None],
     ) -> None:
-        """`on_drain` is called with whether the worker is to be restarted."""
+        """`on_drain` gets True if the worker is to be restarted."""
         self._inbox = inbox
         self._outbox = outbox
         self._welcome = welcome
@@ -104,6 +104,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         while (message := await queue.get()) is not None:
             await context.write(message)
         await context.write(pb.WorkerMessage(closing=pb.Closing()))
-        # The router ends the stream. Its gRPC drops what has come and was not read yet when it
-        # writes to a stream that the worker has ended.
+        # The router ends the stream. If the worker did, a write of the router would make its gRPC
+        # drop messages that it has received but not read.
         await asyncio.Event().wait()
