@@ -54,7 +54,7 @@ from baton.worker.step_pipeline import Settled
 log = logging.getLogger(__name__)
 
 MOST_LOANS = 16
-"""Loans at once."""
+"""Limit of simultaneous loans."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class DecodePhase(Phase[DecodeSequence]):
         if config.speculation != "auto":
             return config.speculation != "off"
         if not self._engine.has_independent_rows:
-            log.info("speculation: off, since a token may depend on what else a step computes")
+            log.info("speculation is off: a token may depend on what else its step computes")
         return self._engine.has_independent_rows
 
     def _make_drafts(self, config: Config) -> Drafts | None:
@@ -203,8 +203,9 @@ class DecodePhase(Phase[DecodeSequence]):
         self._step_tokens.clear()
 
     def _lose(self, job: DecodeSequence, error: BatonError | None) -> None:
-        """A prompt will not arrive. Without an error prefill gave up and reports it to the router:
-        token #1 was the last, or it failed. A message from here could overtake that report."""
+        """Ends a reservation whose prompt will not arrive. Without an error, prefill reports the
+        reason to the router (token #1 was the last, or prefill failed), and a message from here
+        could overtake that report."""
         if error is None:
             self._release(job.work.key)
         else:
@@ -223,7 +224,7 @@ def _new_tokens(
     finish: FinishReason | None,
     guesses: int,
 ) -> pb.StepTokens:
-    """Its last tokens; with the first ones, the times until then."""
+    """Message with the job's new tokens; the first one also has its queue and compute times."""
     message = pb.StepTokens(
         request_id=job.work.key.request_id,
         epoch=job.work.key.epoch,
@@ -244,7 +245,7 @@ def _new_tokens(
 
 
 class Loans(HeldLeases):
-    """Cached pages that are being pushed to a prefill worker which fetches them.
+    """Cached pages that are being pushed to the prefill worker that fetches them.
 
         PagesWanted ─▶ lent ─PushEnded─▶ back in the cache
              │

@@ -1,4 +1,4 @@
-"""Which requests hold pages, and which of them the next step runs.
+"""Decides which requests hold pages, and which of these the next step runs.
 
     reserve ─▶ waiting ─grant─▶ travelling ─arrive─▶ ready ─▶ running ─▶ finished
                                                        ▲         │
@@ -8,18 +8,18 @@ A reservation takes the pages of its prompt; a running request grows page by
 page. When the pool is full, the youngest arrived request of the last priority is
 preempted: it gives its pages back and is recomputed when there is room (prompt
 and answer in one forward pass). So no token is lost and the oldest request of
-the first priority always advances. New reservations wait while a preempted
-request of no later priority does. A request with local prefill starts as if it
-had been preempted.
+the first priority always advances. A new reservation waits while a preempted
+request of the same or an earlier priority waits. A request with local prefill
+starts as if it had been preempted.
 
-Background requests, which have the last priority, never share a step with others. While one of
-these can run, or a router holds them, they pause: they are ready again, with their pages. These
-they lose to a request that lacks some.
+Background requests have the last priority and never share a step with others. While another
+request can run, or a router holds them, they pause: they go back to ready and keep their pages,
+until another request needs these.
 
 Cached pages are held by reference: only the other pages of a reservation are
-pushed, and only the other pages of a preempted request are recomputed, one
-request after the other where they continue alike. Pages in the second tier are
-restored first.
+pushed, and only the other pages of a preempted request are recomputed. Preempted
+requests that lack the same page are recomputed one after the other, so that it is
+computed once. Pages in the second tier are restored first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Plan
 
 BACKGROUND_SHARE = 4
-"""Divides the chunk of background requests, since another request may have to wait for it."""
+"""Divides the chunk of background requests: other requests may have to wait for its step."""
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -64,12 +64,12 @@ class DecodeScheduler:
         self._speculation = speculation
         self._waiting: OrderedDict[AttemptKey, Sequence] = OrderedDict()
         self._travelling: dict[AttemptKey, Sequence] = {}
-        # Arrived requests, each list in order. The preempted hold no pages.
+        # Arrived requests, each list sorted by `_order`. Preempted requests hold no pages.
         self._ready: list[Sequence] = []
         self._preempted: list[Sequence] = []
         self._running: list[Sequence] = []
         self._orders = itertools.count()
-        self.held = False  # background requests pause, whatever else there is
+        self.held = False  # background requests pause, even if nothing else can run
 
     @property
     def waiting(self) -> int:
@@ -92,7 +92,8 @@ class DecodeScheduler:
 
     @property
     def _pauses(self) -> bool:
-        """Whether background requests pause. The first of each list has the first priority."""
+        """True if background requests pause. The lists are sorted, so the first request of each
+        has its first priority."""
         groups = (self._running, self._ready, self._preempted)
         return self.held or any(group and not group[0].work.background for group in groups)
 
@@ -107,8 +108,8 @@ class DecodeScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens to compute before the requests here can emit their next one, without those that
-        others do not wait for."""
+        """Prompt tokens to compute before the requests here can emit their next token. Excludes
+        background requests, which others do not wait for."""
         prompts = (each for each in (*self._preempted, *self._running) if each.uncomputed > 1)
         return sum(each.uncomputed for each in prompts if not each.work.background)
 
@@ -122,7 +123,7 @@ class DecodeScheduler:
         bisect.insort(self._preempted, sequence, key=_order)
 
     def grant(self) -> list[Sequence]:
-        """Requests whose prompts got their pages now, oldest first."""
+        """Reserves pages for waiting prompts, in order. Returns the requests that got theirs."""
         granted = []
         while (first := self._first_waiting()) and not self._waits_for_preempted(first):
             keys, tokens = first.keys_to_find, len(first.tokens)
@@ -158,7 +159,8 @@ class DecodeScheduler:
         return None
 
     def arrive(self, key: AttemptKey, first_token: int) -> bool:
-        """The prompt's pages are in place: the request may run. False when it is unknown."""
+        """Makes a request ready when its prompt's pages are in place. Returns False if it is
+        unknown."""
         sequence = self._travelling.pop(key, None)
         if sequence is None:
             return False
@@ -171,8 +173,8 @@ class DecodeScheduler:
         return True
 
     def remove(self, sequence: Sequence) -> bool:
-        """Forgets a request and frees its pages. False when they are still being pushed: then the
-        caller frees them."""
+        """Forgets a request and frees its pages. Returns False if they are still being pushed:
+        then the caller frees them."""
         key = sequence.work.key
         if self._travelling.pop(key, None) is not None:
             return False
@@ -222,17 +224,17 @@ class DecodeScheduler:
 
     @property
     def _runs_background(self) -> bool:
-        """Whether the next step is one of background requests."""
+        """True if the next step runs background requests."""
         return bool(self._running) and self._running[0].work.background
 
     def _pause(self) -> None:
-        """Makes background requests ready again, where they pause."""
+        """Moves running background requests back to ready if they pause."""
         pauses = self._pauses
         while pauses and self._running and self._running[-1].work.background:
             bisect.insort(self._ready, self._running.pop(), key=_order)
 
     def _may_run(self, arrived: list[Sequence]) -> bool:
-        """Whether the first of them need not pause."""
+        """True if there is a first request and it does not pause."""
         return bool(arrived) and not (arrived[0].work.background and self._pauses)
 
     def _resume(self) -> None:
@@ -258,7 +260,7 @@ class DecodeScheduler:
     def _grow(self) -> bool:
         """Gives every running request the pages of its next step, oldest first.
 
-        False when that needs pages which only come back when the in-flight steps have ended.
+        Returns False if that needs pages that in-flight steps still use.
         """
         index = 0
         while index < len(self._running):
@@ -275,8 +277,8 @@ class DecodeScheduler:
         return True
 
     def _make_room(self, sequence: Sequence, cost: Callable[[Sequence], int]) -> bool:
-        """Whether the pool has as many pages as it costs. Background requests lose theirs to
-        others, the youngest first."""
+        """Returns True if the pool has the pages that the sequence costs. Other requests take
+        them from background requests, the youngest first."""
         while cost(sequence) > self._pool.free:
             last = max(self._last_of_groups, key=_order, default=sequence)
             if sequence.work.background or not last.work.background:

@@ -1,11 +1,10 @@
-"""The draft model's state of each request, and whether its guesses pay: by what its rounds cost and
-how many guesses were right.
+"""The draft model's state of each request, and whether its guesses pay, judged by the cost of
+rounds and the share of right guesses.
 
-A round pays where it is predicted to bring more tokens a second than the step has without it.
-Computing a prompt pays where guesses are predicted to save more than that in the rest of the
-answer. What is not predicted to pay is tried now and then, within a budget of seconds (the
-account): what guesses have saved, and a small share of all time, which falls with the share of
-right guesses.
+A round pays if it is predicted to raise the step's tokens per second. Computing a prompt pays if
+guesses are predicted to save more time in the rest of the answer. What is not predicted to pay is
+tried now and then, within a budget of seconds (the account). Its income is what guesses have saved
+and a small share of all time, which falls with the share of right guesses.
 """
 
 from __future__ import annotations
@@ -20,32 +19,31 @@ from baton.engine.acceptance import Acceptance
 from baton.engine.sequence import Sequence
 
 KINDS = ((0.3, 0.3), (0.6, 0.5), (0.85, 0.75), (0.97, 0.9), (2.0, 0.97))
-"""Kinds of guesses: the draft's probability of a guess is below the first number, and the second is
-the share of right guesses that is assumed at first."""
+"""Kinds of guesses: the upper bound of the draft's probability of such a guess, and the share of
+right guesses assumed at first."""
 ANY, ANY_SHARE = len(KINDS), 0.7
-"""The kind of a guess that is not made yet."""
+"""The kind of a guess that has not been made yet, and its share."""
 
 CPU_SECONDS, GPU_SECONDS = (1e-4, 3e-3, 3e-4, 2e-4), (1e-3, 1e-3, 1e-5, 5e-6)
-"""Assumed until the draft's steps have been measured: all rounds before a step together, a round, a
-row, a token of a longer chunk."""
+"""Costs assumed until they are measured: a fixed cost of all rounds before a step, then of a round,
+of a row, of a token in a longer chunk."""
 MEMORY, MEASURED_WEIGHT = 200.0, 20.0
 
 MOST_SAVED = 0.5
-"""The share of what guesses may save in an answer that its prompt may cost: it may end early."""
+"""The prompt may cost this share of what guesses may save in its answer, which may end early."""
 
 ENOUGH = 12
-"""Guesses after which the share of right ones is known: more may be spent than is on the
-account."""
+"""After this many compared guesses the share of right ones counts as known, and the account may be
+overdrawn."""
 
 CLEARLY = 0.05
 """The share of time that guesses must be predicted to save while the account is in debt: then they
-have saved less than predicted."""
+have saved less than was predicted."""
 
 TRIAL_SHARE, LEAST_SHARE = 0.02, 0.25
-"""The share of time that what does not pay may take, if all guesses were right; and what it is
-multiplied by, if none was."""
+"""The share of time for trials if all guesses were right, and its factor if none was."""
 FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.05, 2.0, 10.0
-"""Seconds of the account."""
+"""Seconds on the account."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,21 +52,17 @@ class Follower:
 
     sequence: Sequence  # with the draft's pages; its last tokens may be guesses
     acceptance: Acceptance
-    known: int  # tokens that are the request's
-    kinds: list[int] = field(default_factory=list)  # of the guesses behind them
+    known: int  # tokens of the request; those after them are guesses
+    kinds: list[int] = field(default_factory=list)  # of the guesses
     chances: list[float] = field(default_factory=list)
-    most: int = 0  # guesses that are wanted in this step
-    run: int = 0  # of its guesses, those that the main model runs
-    failed: bool = False  # the draft cannot compute it
+    most: int = 0  # guesses wanted in this step
+    run: int = 0  # guesses that the main model runs
+    failed: bool = False  # the draft cannot compute the request
 
     @property
     def behind(self) -> int:
         """Tokens that the draft has not computed."""
         return self.sequence.uncomputed
-
-    def missed(self, request: Sequence) -> int:
-        """Tokens that it will be behind by, once those in flight have come."""
-        return len(request.tokens) + request.expected - self.sequence.computed
 
     @property
     def guesses(self) -> list[int]:
@@ -76,7 +70,7 @@ class Follower:
 
     @property
     def chance(self) -> float:
-        """That another guess and all before it, known or in flight, are right."""
+        """Probability that the next guess and all before it, known or in flight, are right."""
         before = self.chances[-1] if self.chances else 1.0
         return before * self.acceptance.share(ANY) ** (1 + self.sequence.expected)
 
@@ -110,7 +104,7 @@ class Pace(NamedTuple):
 
     tokens: float
     seconds: float
-    row: float  # seconds of one row more
+    row: float  # seconds of one more row
     wait: float = 0.0  # seconds that the device waits for a step with guesses
 
     @property
@@ -128,13 +122,13 @@ class Pricing:
 
     @property
     def tries(self) -> bool:
-        """Whether there are seconds for what does not pay."""
+        """True if the account has seconds for a trial."""
         return self._account > 0.0
 
     @property
     def invests(self) -> bool:
-        """Whether prompts may be computed, if that is predicted to pay: on credit, where the share
-        of right guesses is known."""
+        """True if prompts that are predicted to pay may be computed; on credit once the share of
+        right guesses is known."""
         return self._account + (FIRST_CREDIT if self._compared >= ENOUGH else 0.0) > 0.0
 
     def measured(self) -> None:
@@ -143,17 +137,17 @@ class Pricing:
         self._account = FIRST_CREDIT
 
     def earn(self, seconds: float) -> None:
-        """A step of the main model took `seconds`."""
+        """Adds the share for trials of a main model's step, which took `seconds`."""
         self.pay(-TRIAL_SHARE * max(self.seen.share(ANY), LEAST_SHARE) * seconds)
 
     def note_guesses(self, compared: int, saved: float) -> None:
-        """`compared` guesses were compared with tokens; the right ones saved `saved` seconds."""
+        """Adds the `saved` seconds of the right ones among `compared` guesses."""
         self._compared += compared
         self.pay(-saved)
 
     def note_rounds(self, features: Values[float], seconds: float) -> None:
-        """`features` of the rounds before a step: 1, their number, their rows of one token, and
-        their tokens of longer chunks."""
+        """Fits and pays the cost of the rounds before a step. `features`: 1, the rounds, their
+        rows of one token, their tokens in longer chunks."""
         self._cost.note(features, seconds)
         self.pay(self._cost.predict(features))
 
@@ -161,8 +155,8 @@ class Pricing:
         self._account = min(max(self._account - seconds, -MOST_DEBT), MOST_CREDIT)
 
     def worth(self, chances: dict[Sequence, float], pace: Pace) -> tuple[list[Sequence], Pace]:
-        """The requests, the likeliest first, of which another guess pays; and the pace with
-        these."""
+        """Returns the requests for which another guess pays, likeliest first, and the pace with
+        these guesses."""
         _, step, row, _ = self._cost.coefficients
         price, gained, chosen = step, 0.0, []
         for request, chance in sorted(chances.items(), key=lambda each: -each[1]):
@@ -175,24 +169,25 @@ class Pricing:
         return chosen, pace._replace(tokens=pace.tokens + gained, seconds=pace.seconds + price)
 
     def tried(self, chances: dict[Sequence, float], pace: Pace) -> list[Sequence]:
-        """The likeliest, as many as cost no more than a round without any, but one at least."""
+        """Returns the likeliest requests for a trial: at least one, and as many as cost no more
+        than the round itself."""
         _, step, row, _ = self._cost.coefficients
         most = max(1, int(step / (row + pace.row)))
         return sorted(chances, key=chances.__getitem__, reverse=True)[:most]
 
     def begun(self, pace: Pace) -> Pace:
-        """The pace with the fixed cost of rounds, independent of their number."""
+        """Adds the wait and the fixed cost of rounds, independent of their number."""
         return pace._replace(seconds=pace.seconds + pace.wait + self._cost.coefficients[0])
 
     def pays(self, saved: float) -> bool:
-        """Whether guesses pay that are predicted to save this share of time."""
+        """True if guesses that are predicted to save this share of time pay."""
         return saved > (0.0 if self.tries else CLEARLY)
 
     def saves(
         self, shares: dict[Sequence, float], depths: dict[Sequence, int], pace: Pace
     ) -> float:
-        """The share of a step's time that rounds save, as many as pay; before any guess is
-        made."""
+        """Predicts the share of a step's time that rounds save, as many as pay, before any guess
+        is made."""
         chances, reached = dict(shares), self.begun(pace)
         for depth in range(1, max(depths.values(), default=0) + 1):
             chosen, reached = self.worth(chances, reached)
@@ -206,9 +201,9 @@ class Pricing:
     def affordable(
         self, prompts: dict[Sequence, int], saved: float, token: float
     ) -> list[Sequence]:
-        """The requests whose prompts pay if guesses save a share `saved` of an answer's time, at
-        `token` seconds a token. `prompts` has each prompt's tokens. Until that share is known, as
-        many as the account has seconds for."""
+        """Returns the requests whose prompts pay if guesses save the share `saved` of an answer's
+        time, at `token` seconds per token. `prompts` has the length of each prompt. Until the share
+        of right guesses is known, the account limits their number."""
         limit = math.inf if self._compared >= ENOUGH else self._account
         chosen, owed = [], 0.0
         for request, tokens in prompts.items():

@@ -1,4 +1,4 @@
-"""Guesses of a draft model: a smaller one of the same vocabulary, which runs ahead of requests.
+"""Guesses tokens with a draft model: a smaller one of the same vocabulary, which runs ahead.
 
     a request decodes ─▶ prefill ─▶ ready ─▶ rounds before each step ─▶ dropped with its pages
                             ▲         │                                    ▲
@@ -8,15 +8,15 @@
 The draft has pages of its own. It computes prompts itself, so none of its pages are transferred;
 dropped pages are computed again unless its prefix cache has them.
 
-A round runs one token of each request and draws the next as the request itself would: with its
-sampling, its grammar, and the noise of its seed and the position. So drawn tokens are guessed as
-well as the best ones. Rounds are run, and prompts computed, where that is predicted to pay, or as a
-trial (decode_worker/draft_pricing.py). The draft's own probability of a guess predicts best whether
-it is right.
+A round runs one token of each request and samples the next as the request itself would: with its
+sampling parameters, its grammar, and the noise of its seed and the position. So sampled tokens are
+guessed as well as greedy ones. Rounds are run and prompts computed if that is predicted to pay, or
+as a trial (decode_worker/draft_pricing.py). The best predictor of a right guess is the draft's own
+probability.
 
-On a GPU, where steps run ahead, the draft guesses behind tokens that the host must know. What a
-step that waits for them brings is predicted by the share of right guesses alone. What rounds cost
-there is measured before the first request.
+On a GPU steps run ahead, but the draft continues tokens that the host must know first. The gain of
+a step that waits for them is predicted from the share of right guesses alone. The cost of rounds is
+measured before the first request.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from baton.worker.step_pipeline import launch
 from baton.worker.step_record import StepRecord
 
 ROOM = 1.5
-"""A request is followed where there is room for ROOM times its tokens. So a prompt is not computed
-again and again in a full pool: its request has grown by half before its pages are dropped."""
+"""The draft follows a request if there is room for ROOM times its tokens. So a full pool does not
+compute a prompt again and again: its request grows by half before its pages are dropped."""
 
 REHEARSED, REHEARSED_TOKENS, REHEARSED_ROUNDS = (1, 2, 8, 32), 200, (4, 1, 2, 4, 1, 4)
-"""Requests, their tokens, and the rounds of each, by which costs are measured."""
+"""Numbers of requests, their tokens, and the rounds with each number, to measure costs."""
 
 
 class Round(NamedTuple):
@@ -83,14 +83,14 @@ class Drafts:
         assumed = GPU_SECONDS if engine.runs_ahead else CPU_SECONDS
         self.pricing = Pricing(cost or OnlineFit(assumed, MEMORY))
         self._followers: dict[Sequence, Follower] = {}
-        self._launched = (1, 0, 0, 0)  # in an offer, as Pricing.note_rounds has it
+        self._launched = (1, 0, 0, 0)  # by the current offer: features for Pricing.note_rounds
         self._token_seconds = 0.0  # what a right guess saves
-        self.seconds = 0.0  # that it took
-        self.compared = self.right = 0  # guesses, run by the main model or not
+        self.seconds = 0.0  # spent on offers
+        self.compared = self.right = 0  # guesses, whether the main model ran them or not
 
     def rehearse(self) -> None:
-        """Measures what rounds cost, before the first request."""
-        self._rehearse(1)  # what is loaded late is loaded
+        """Measures the cost of rounds, before the first request."""
+        self._rehearse(1)  # warms up
         self.pricing = Pricing(OnlineFit(GPU_SECONDS, MEMORY))
         for count in REHEARSED:
             self._rehearse(count)
@@ -98,11 +98,11 @@ class Drafts:
         self.seconds = 0.0
 
     def _rehearse(self, count: int) -> None:
-        everything = Pace(1.0, 1e3, 0.0)  # pays
+        slow = Pace(1.0, 1e3, 0.0)  # every guess pays
         self.pricing.pay(-MOST_CREDIT)
         requests = [self._rehearsed(number) for number in range(count)]
         for rounds in REHEARSED_ROUNDS:
-            self.offer(dict.fromkeys(requests, rounds), everything, self._engine.gpu.max_batch)
+            self.offer(dict.fromkeys(requests, rounds), slow, self._engine.gpu.max_batch)
         for follower in self._followers.values():
             if not follower.failed:
                 self._fail(follower)  # keeps none of its pages in the cache
@@ -114,19 +114,15 @@ class Drafts:
         work = Work(AttemptKey("", 0), tokens, Sampling(), REHEARSED_TOKENS, frozenset())
         return Sequence.queued(work, self._pool)
 
-    def earn(self, seconds: float) -> None:
-        """A step of the main model took `seconds`."""
-        self.pricing.earn(seconds)
-
     def drop(self, request: Sequence) -> None:
-        """Compares its last guesses, and gives its pages back."""
+        """Stops following a request: compares its last guesses and frees its pages."""
         follower = self._followers.pop(request, None)
         if follower and not follower.failed:
             self._follow(follower, request.tokens)
             follower.sequence.lease.release()
 
     def check(self) -> str:
-        """Empty while no page is lost. To be asked when there are no requests."""
+        """Returns "" unless pages have leaked. Call it only when there are no requests."""
         return self._pool.check_integrity(held=0)
 
     def share(self, request: Sequence) -> float:
@@ -135,29 +131,29 @@ class Drafts:
         return (follower.acceptance if follower else self.pricing.seen).share(ANY)
 
     def waits(self, wanted: dict[Sequence, int], pace: Pace) -> bool:
-        """Whether a device should wait for the tokens in flight, for guesses behind them: where
-        that is predicted to pay, or as a trial."""
+        """True if the device should wait for the tokens in flight, so that guesses can follow
+        them: if that is predicted to pay, or as a trial."""
         going = self._going(wanted, pace)
         return bool(going) and (self.pricing.tries or self.pricing.pays(self._saves(going, pace)))
 
     def _going(self, wanted: dict[Sequence, int], pace: Pace) -> dict[Sequence, int]:
-        """The requests of which the draft may guess, with those that it should begin to follow."""
+        """The requests that the draft may guess for, with those that it should begin to follow."""
         asking = {request: depth for request, depth in wanted.items() if depth > 0}
         begun = self._to_begin(asking, pace)
         return {each: asking[each] for each in asking if each in begun or self._can_guess(each)}
 
     def _saves(self, depths: dict[Sequence, int], pace: Pace) -> float:
-        """The share of time that guesses are predicted to save, as Pricing has it."""
+        """Predicts the share of time that guesses save (`Pricing.saves`)."""
         shares = {request: self.share(request) for request in depths}
         return self.pricing.saves(shares, depths, pace)
 
     def _pays(self, ready: dict[Sequence, Follower], pace: Pace) -> bool:
-        """Whether guesses of these alone pay, while others are still in prefill."""
+        """True if guesses for these requests alone pay, while others are still in prefill."""
         depths = {request: each.most for request, each in ready.items()}
         return self.pricing.pays(self._saves(depths, pace))
 
     def _can_guess(self, request: Sequence) -> bool:
-        """Whether the draft follows the request and can compute another token."""
+        """True if the draft follows the request and can compute another token."""
         follower = self._followers.get(request)
         short = len(request.tokens) + request.expected < self._engine.context_length
         return follower is not None and not follower.failed and short
@@ -174,7 +170,7 @@ class Drafts:
         return list(filter(self._may_begin, chosen))
 
     def offer(self, wanted: dict[Sequence, int], pace: Pace, most: int) -> dict[Sequence, Offer]:
-        """Guesses for requests that decode: of each at most as many as it wants, and `most` in
+        """Guesses for decoding requests: for each at most as many as `wanted`, and `most` in
         all."""
         began = time.monotonic()
         self._token_seconds, self._launched, tries = pace.token, (1, 0, 0, 0), self.pricing.tries
@@ -201,7 +197,7 @@ class Drafts:
         }
 
     def _tried(self, going: dict[Sequence, int]) -> list[Sequence]:
-        """One request, of which the draft has the least to compute."""
+        """The one request for which the draft has the least to compute, as a trial."""
         behind = {each: self._behind(each) for each in going}
         return sorted(going, key=behind.__getitem__)[:1]
 
@@ -210,7 +206,7 @@ class Drafts:
         return follower.behind if follower else len(request.tokens)
 
     def _ready(self, going: dict[Sequence, int]) -> dict[Sequence, Follower]:
-        """The requests that a round may guess of."""
+        """The requests that a round may guess for."""
         ready = {}
         for request, depth in going.items():
             follower = self._followers.get(request)
@@ -219,7 +215,7 @@ class Drafts:
         return ready
 
     def note_run(self, request: Sequence, guesses: int) -> None:
-        """The main model runs `guesses` of those that it was offered."""
+        """Notes how many of the offered guesses the main model runs."""
         if follower := self._followers.get(request):
             follower.run = guesses
 
@@ -232,7 +228,7 @@ class Drafts:
         self.pricing.note_guesses(compared, self._token_seconds * min(right, run))
 
     def _prefill(self, requests: Iterable[Sequence]) -> None:
-        """Computes a chunk of tokens that the draft has not seen, of the oldest requests first."""
+        """Computes a chunk of tokens that the draft has not seen, oldest requests first."""
         budget, plan, followers = self._chunk_tokens, Plan(), {}
         for request in requests:
             if request not in self._followers:
@@ -253,7 +249,7 @@ class Drafts:
             self._settle(launched)
 
     def _may_begin(self, request: Sequence) -> bool:
-        """Whether there is room, and the draft can compute it."""
+        """True if there is room for the request and the draft can compute it."""
         tokens = request.tokens
         room = self._pool.pages_for(int(ROOM * len(tokens)) + 1) * self._pool.slices
         if request.work.alone or room > self._pool.free:
@@ -261,7 +257,7 @@ class Drafts:
         return len(tokens) < self._engine.context_length and max(tokens) < self._vocabulary
 
     def _begin(self, request: Sequence) -> None:
-        """Starts to follow a request, if those that began before have left room."""
+        """Starts to follow a request, if those started before it have left room."""
         if not self._may_begin(request):
             return
         tokens, work = request.tokens, request.work
@@ -275,8 +271,8 @@ class Drafts:
         self._followers[request] = Follower(sequence, acceptance, len(tokens))
 
     def _guess(self, ready: dict[Sequence, Follower], pace: Pace, most: int, tries: bool) -> None:
-        """Runs rounds as long as they pay; otherwise at most one, as a trial. Where steps run
-        ahead, rounds do too, by one."""
+        """Runs rounds as long as they pay; otherwise at most one, as a trial. If steps run ahead,
+        rounds run ahead by one."""
         going, in_flight, pace = ready, None, self.pricing.begun(pace)
         while True:
             chosen, pace = self._choose(going, pace, tries)
@@ -303,18 +299,18 @@ class Drafts:
         return chosen or (self.pricing.tried(chances, pace) if tries else []), pace
 
     def _runs_ahead(self, going: dict[Sequence, Follower]) -> bool:
-        """Whether a round may be launched before the guesses of the last are known."""
+        """True if a round may be launched before the guesses of the one before are known."""
         known = any(each.sequence.sampled_by_tokens for each in going.values())
         return self._engine.runs_ahead and not known
 
     def _fits(self, follower: Follower) -> bool:
-        """Whether it wants another guess, and the draft can compute it."""
+        """True if the request wants another guess and the draft can compute it."""
         sequence = follower.sequence
         short = len(follower.kinds) + sequence.expected < follower.most
         return short and len(sequence.tokens) + sequence.expected < self._engine.context_length
 
     def _launch_round(self, going: dict[Sequence, Follower]) -> Round | None:
-        """Adds a guess to each."""
+        """Launches a round, which adds a guess to each request."""
         plan, followers = Plan(), {}
         for request, follower in going.items():
             sequence = follower.sequence
@@ -327,8 +323,8 @@ class Drafts:
         return self._launch(plan, followers)
 
     def _take(self, follower: Follower, outcome: Outcome) -> bool:
-        """Adds the guess of an outcome. False after an error, a stop token, or a token that the
-        main model does not have."""
+        """Adds the guess of an outcome. Returns False after an error, a stop token, or a token that
+        the main model does not have."""
         if isinstance(outcome, BatonError):
             self._fail(follower)
         return isinstance(outcome, Drawn) and self._add(follower, outcome)
@@ -342,7 +338,7 @@ class Drafts:
         return True
 
     def _look_ahead(self, follower: Follower) -> bool:
-        """Advances the grammar by the guesses. False when it does not allow them."""
+        """Advances the grammar by the guesses. Returns False if it does not allow them."""
         sequence, guesses = follower.sequence, follower.guesses
         sequence.assumed = len(guesses)
         return not (sequence.guide and guesses) or sequence.guide.look_ahead(guesses) == guesses
@@ -357,8 +353,8 @@ class Drafts:
         return Round(plan, followers, launch(self._engine, plan))
 
     def _settle(self, round: Round) -> dict[Sequence, Follower]:
-        """Returns the requests that may have another guess. One that the draft fails at continues
-        without it."""
+        """Returns the requests that may have another guess. A request that the draft cannot compute
+        continues without it."""
         outcomes = dict(zip(round.plan, round.step.wait(), strict=True))
         self._record.end()
         return {

@@ -1,19 +1,18 @@
-"""How many tokens of each sequence a step guesses: as many as are predicted to bring the most
-tokens a second.
+"""Chooses how many tokens of each sequence a step guesses, for the most tokens per second.
 
-What a step costs by its number of rows is measured (decode_worker/step_cost.py). A guess is one
-more row. It brings a token with the chance that it and all guesses before it are right. So guesses
-are added, the likeliest first, while each brings more tokens a second than the step has without it.
-Now and then a step runs without guesses, or with some that do not seem to pay, so that both costs
-are known. Where there is a draft model (decode_worker/drafts.py), it guesses for the sequences in
-which nothing likelier was found.
+The cost of a step by its number of rows is measured (decode_worker/step_cost.py). A guess is one
+more row. It yields a token with the probability that it and all guesses before it are right.
+Guesses are added, likeliest first, while each raises the step's tokens per second. Now and then a
+step runs without guesses, or with some that do not seem to pay, to measure both costs. A draft
+model, if there is one (decode_worker/drafts.py), guesses for sequences whose text offers no
+likelier guess.
 
 On a GPU the host plans a step while the one before runs, and so does not know its tokens. A step
-with guesses must be planned when these are known, and the device waits that long, by the same fit.
-Steps run ahead until guesses are predicted to bring more than that costs.
+with guesses needs them, so the device waits for its plan; the fit includes this wait. Steps run
+ahead until guesses are predicted to gain more than the wait costs.
 
-Guesses are what a step runs besides. Whether any was right changes how fast an answer comes, and
-never what it is: a token is sampled at each position as it would be without guesses.
+Guesses change how fast an answer comes, never its tokens: a token is sampled at each position as it
+would be without guesses.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from baton.engine.step import Plan
 from baton.engine.token_index import LONG
 
 MOST_GUESSES = 15
-"""Of one sequence in one step."""
+"""Guesses of one sequence in one step."""
 
 FIRST_PERIOD, PERIOD = 2, 32
-"""After so many steps with guesses one runs without, at first and later."""
+"""Steps with guesses before one runs without, at first and later."""
 
 TRIAL_PERIOD, TRIAL_ROWS, TRIAL_CHANCE = 64, 2, 0.5
-"""After so many steps without guesses so many that are as likely are tried: what was measured may
-have been a busy moment's."""
+"""After TRIAL_PERIOD steps without guesses, up to TRIAL_ROWS guesses of at least TRIAL_CHANCE are
+tried: the last measurement may be of a busy moment."""
 
 MOST_FOLLOWED = 64
-"""Sequences whose tokens are guessed where steps run ahead. The host takes some 10 to 20 us for
-each, and of more it would take longer than their step."""
+"""If steps run ahead, a step with more sequences has no guesses. The host takes 10 to 20 us for each
+sequence; for more it would take longer than the step."""
 
 _Chance = tuple[float, Sequence]
 
@@ -62,11 +61,11 @@ class Speculation:
         self._cost = cost or StepCost(runs_ahead=runs_ahead)
         self._acceptance = new_acceptance()
         self._past = PastAnswers()
-        self._drafted = drafts.seconds if drafts else 0.0  # that it took before the last step
+        self._drafted = drafts.seconds if drafts else 0.0  # as of the last step
         self._steps_with_guesses = 0  # since one without
-        self._steps_without = 0  # guesses
+        self._steps_without = 0  # since one with guesses
         self._period = FIRST_PERIOD
-        self._plain_steps = 0  # that are due
+        self._plain_steps = 0  # steps without guesses that are due
 
     def note_step(self, rows: int, seconds: float, waited: bool = False) -> None:
         if self._drafts:
@@ -74,11 +73,11 @@ class Speculation:
             seconds -= drafted if waited else 0.0  # the device did not wait meanwhile
         self._cost.note(rows, seconds, waited=waited and self._runs_ahead)
         if self._drafts:
-            self._drafts.earn(self._cost.seconds(rows))
+            self._drafts.pricing.earn(self._cost.seconds(rows))
 
     def waits(self, plan: Plan, most_rows: int) -> bool:
-        """Whether guesses bring more than a step that is launched at once: for guesses, the tokens
-        of the step in flight must be known."""
+        """True if a step with guesses is predicted to gain more than one that is launched at once:
+        guesses need the tokens of the step in flight."""
         if len(plan) > MOST_FOLLOWED or not any(each.expected for each in plan):
             return False
         if self._runs_without():
@@ -96,7 +95,7 @@ class Speculation:
         return drafts.waits(_wanted(drafts, offers), self._pace(len(offers), rows))
 
     def _runs_without(self) -> bool:
-        """Whether a step without guesses is due, to be measured."""
+        """True if a step without guesses is due, to measure its cost."""
         if self._steps_with_guesses >= self._period:
             self._steps_with_guesses, self._period = 0, min(2 * self._period, PERIOD)
             self._plain_steps = 2 if self._runs_ahead else 1  # the device waits for the first
@@ -104,14 +103,14 @@ class Speculation:
         return self._plain_steps >= 0
 
     def _trial(self, chances: list[_Chance], most: int) -> Counter[Sequence]:
-        """A few likely guesses, where a step with guesses is due to be measured."""
+        """A few likely guesses, if a step with guesses is due, to measure its cost."""
         if self._steps_without < TRIAL_PERIOD:
             return Counter()
         likely = sorted(chances, key=itemgetter(0), reverse=True)[: min(TRIAL_ROWS, most)]
         return Counter(sequence for chance, sequence in likely if chance >= TRIAL_CHANCE)
 
     def _ahead(self, sequence: Sequence) -> Offer:
-        """Guesses behind the token that comes next, if that is right too."""
+        """Guesses after the tokens in flight, which are guessed too."""
         guesses, chances = self._found(sequence)
         return Offer(guesses[sequence.expected :], chances[sequence.expected :])
 
@@ -144,12 +143,12 @@ class Speculation:
                 self._drafts.note_run(sequence, len(sequence.guesses))
 
     def drop(self, sequence: Sequence) -> None:
-        """It loses its pages, and those of the draft with them."""
+        """Called when the sequence loses its pages: drops those of the draft too."""
         if self._drafts:
             self._drafts.drop(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """Lets later requests of its tenant guess from its answer."""
+        """Ends a sequence. Later requests of its tenant guess from its answer too."""
         self.drop(sequence)
         if sequence.lookup:
             answer = max(0, sequence.prompt_length - LONG)
@@ -158,7 +157,7 @@ class Speculation:
     def _add_drafts(
         self, drafts: Drafts, offers: dict[Sequence, Offer], rows: int, most: int
     ) -> None:
-        """Replaces what was found by the draft's guesses, where these are likelier."""
+        """Replaces guesses from the text by the draft's where these are likelier."""
         pace, most = self._pace(len(offers), rows), min(most, self._cost.most_rows(rows) - rows)
         offers.update(drafts.offer(_wanted(drafts, offers), pace, most))
 
@@ -168,8 +167,8 @@ class Speculation:
         return Pace(tokens, seconds, (self._cost.seconds(2 * rows) - seconds) / rows, wait)
 
     def _found(self, sequence: Sequence) -> Offer:
-        """The next tokens as far as they are guessed, and may come: none behind the last that
-        max_tokens allows, and none from a stop token on."""
+        """Guesses from the text: none for the last token that max_tokens allows or after it, and
+        none from a stop token on."""
         if sequence.lookup is None:
             work, past = sequence.work, self._past.of(sequence.work.cache_salt)
             sequence.lookup = PromptLookup(
@@ -181,8 +180,8 @@ class Speculation:
     def _depths(
         self, chances: list[_Chance], decoding: list[Sequence], rows: int, most: int
     ) -> Counter[Sequence]:
-        """How many guesses of each sequence pay, where the step has `rows` rows without them and
-        brings each of those that decode a token."""
+        """Returns how many guesses of each sequence pay. Without guesses the step has `rows` rows
+        and yields a token for each sequence in `decoding`."""
         if not chances:
             return Counter()
         cost, most = self._cost, min(most, self._cost.most_rows(rows) - rows)
@@ -206,7 +205,7 @@ def _chances(offers: dict[Sequence, Offer]) -> list[_Chance]:
 
 
 def _wanted(drafts: Drafts, offers: dict[Sequence, Offer]) -> dict[Sequence, int]:
-    """How many guesses of a draft each may have: none where one was found that is likelier."""
+    """Returns how many guesses of the draft each may have: none if its text has a likelier one."""
     return {
         each: most_guesses(each) - each.expected
         if drafts.share(each) > next(iter(offer.chances), 0.0)
@@ -216,14 +215,14 @@ def _wanted(drafts: Drafts, offers: dict[Sequence, Offer]) -> dict[Sequence, int
 
 
 def most_guesses(sequence: Sequence) -> int:
-    """Before the last token that max_tokens allows."""
+    """Never guesses the last token that max_tokens allows."""
     return min(sequence.work.max_tokens - sequence.generated - 1, MOST_GUESSES)
 
 
 def covered(sequence: Sequence, guesses: list[int], pool: PagePool, pages: int) -> list[int]:
-    """The guesses for which the lease has pages, or gets some of `pages` new ones."""
+    """Returns the guesses that fit into the lease, which may grow by up to `pages` pages."""
     computed = sequence.computed + 1
-    places = pool.pages_for(computed + len(guesses))
-    if 0 < sequence.lease.missing(places) <= pages:
-        sequence.lease.cover(places)
+    needed = pool.pages_for(computed + len(guesses))
+    if 0 < sequence.lease.missing(needed) <= pages:
+        sequence.lease.cover(needed)
     return guesses[: max(0, len(sequence.lease) * pool.page_size - computed)]

@@ -1,10 +1,10 @@
-"""What a step costs by its number of rows, as measured.
+"""The measured cost of a step by its number of rows.
 
-A step reads all weights, and computes each row. So further rows cost little while a device waits
-for memory, and nearly as much as the tokens they bring once it does not: on a CPU from the eighth
-on. An online fit has the seconds of a step at some numbers of rows; between two of them cost is
-linear. So what was measured with few rows says nothing of many, and the reverse. On a GPU, where
-rows cost little, one line fits all.
+A step reads all weights and computes each row. Further rows cost little while the step is bound by
+memory, and nearly as much as the tokens they yield once it is bound by compute: on a CPU from the
+eighth row on. An online fit has the seconds of a step at some numbers of rows; between these the
+cost is linear. So a measurement with few rows does not change the cost of many, and the reverse. On
+a GPU, where rows cost little, one line fits all.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from baton.core.online_fit import OnlineFit
 
 
 class Assumed(NamedTuple):
-    """Seconds that are assumed until steps have been measured. Only their ratios matter."""
+    """Seconds assumed until steps have been measured. Only their ratios matter."""
 
     step: float
     row: float
     wait: float
     rows: tuple[int, ...]  # numbers of rows whose cost is fitted
-    weight: float  # steps that this counts for
+    weight: float  # number of measured steps that the assumption counts for
 
 
 CPU = Assumed(4e-3, 1e-3, 1e-3, (1, 2, 4, 8, 16, 32, 64, 128, 256), 2.0)
 GPU = Assumed(5e-3, 2e-5, 1e-3, (1, 256), 0.2)
-"""The second as an H200 has them with a model of 8B. It counts for little: while guesses are run,
-few steps run ahead, and these alone tell a wait from the rest of a step."""
+"""GPU is from an H200 with an 8B model. Its weight is low: while guesses are run, few steps run
+ahead, and only these tell the wait from the rest of a step."""
 
 MEMORY = 200.0
-"""Steps after which one counts for a third."""
+"""Number of steps after which a measurement counts for a third."""
 
 FEW_ROWS = 4
-"""That may be added to a step before any step had as many rows."""
+"""Rows that may be added to a step even if no step has had as many."""
 
 
 class StepCost:
     def __init__(self, *, runs_ahead: bool = False) -> None:
-        """`runs_ahead`: a device runs steps while the next are planned, unless it is made to
-        wait."""
+        """`runs_ahead`: the device runs a step while the next one is planned, unless it has to wait
+        for the plan."""
         assumed = GPU if runs_ahead else CPU
         self._rows = assumed.rows
         steps = [assumed.step + assumed.row * rows for rows in self._rows]
@@ -50,15 +50,15 @@ class StepCost:
 
     def _set_fit(self, fit: OnlineFit) -> None:
         self._fit = fit
-        self._seconds = fit.coefficients  # by number of rows, and of a wait
+        self._seconds = fit.coefficients  # of a step, by number of rows; the last is of a wait
 
     def seconds(self, rows: int, *, waited: bool = False) -> float:
-        """Of a step, with those that the device waited for it."""
+        """Predicts the seconds of a step; if `waited`, with the device's wait for it."""
         seconds = sum(share * self._seconds[place] for place, share in _shares(rows, self._rows))
         return seconds + self._seconds[-1] if waited else seconds
 
     def note(self, rows: int, seconds: float, *, waited: bool = False) -> None:
-        """Of a step that only decodes."""
+        """Notes the seconds of a step that only decodes."""
         features = [0.0] * len(self._rows) + [float(waited)]
         for place, share in _shares(rows, self._rows):
             features[place] = share
@@ -67,14 +67,14 @@ class StepCost:
         self._most_measured = max(self._most_measured, rows)
 
     def most_rows(self, rows: int) -> int:
-        """That a step of `rows` may have with guesses, so that cost is not predicted from far
-        away."""
+        """Limit of rows, with guesses, of a step that has `rows` without them, so that the cost is
+        not extrapolated far."""
         return max(2 * self._most_measured, rows + FEW_ROWS)
 
 
 @functools.cache
 def _shares(rows: int, known: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-    """The places of its neighbours in `known`, and their shares of the cost of a step."""
+    """The indices of the neighbours of `rows` in `known`, and their shares of the cost."""
     above = bisect.bisect_left(known, rows)
     if above == len(known):
         return ((above - 1, rows / known[-1]),)

@@ -113,8 +113,8 @@ class PrefillPhase(Phase[PrefillSequence]):
         return job
 
     def _may_fetch(self, job: PrefillSequence) -> bool:
-        """Whether to fetch: the pages are not coming anyway, and there is room for all waiting
-        prompts, which a fetch must not delay."""
+        """True if the pages are not coming anyway and there is room for all waiting prompts, which
+        a fetch must not delay."""
         has_room = self._scheduler.waiting_pages <= self._pool.free
         return has_room and not self._scheduler.has_to_wait(job)
 
@@ -129,10 +129,10 @@ class PrefillPhase(Phase[PrefillSequence]):
         return super().step() or encoded
 
     def _encode(self, inputs: list[PrefillSequence]) -> bool:
-        """Computes inputs of the embedding model, between steps. False when there are none."""
+        """Computes inputs of the embedding model, between steps. Returns False without inputs."""
         if not inputs:
             return False
-        self._advance({})  # a record names the rows of one step after the other
+        self._advance({})  # settles the steps in flight: the record ends steps in order
         self._start(dict.fromkeys(inputs, 0))
         began = time.monotonic()
         self._steps.record.begin(inputs)
@@ -173,13 +173,13 @@ class PrefillPhase(Phase[PrefillSequence]):
             self._forget(job)
 
     def _unblock(self) -> bool:
-        """Fails the youngest prompt that holds pages when nothing else frees any, a background
-        one first.
+        """Fails the youngest prompt that holds pages if nothing else will free any. Background
+        prompts go first.
 
         Several routers may order the same two requests differently here and at
         decode. Then one prompt may fill this pool and wait for decode's pages,
         which decode holds for another prompt that waits for this pool. Or several prompts
-        need a page of a layer with a window, and there is none.
+        need a page of a layer with a window, and none is free.
         """
         holders = [job for job in self._jobs.values() if not job.lease.released]
         # A started prompt is in every plan, unless there is no page for its next token.
@@ -216,12 +216,12 @@ class PrefillPhase(Phase[PrefillSequence]):
             return
         for key in [sequence.work.key for sequence in plan]:
             if job := self._jobs.get(key):
-                whole = job.expected  # its last chunk: its last page too
+                whole = job.expected  # the last chunk: push the last page, though not full
                 full = len(job.lease) if whole else job.computed // self._pool.page_size
                 self._push(job, full, end)
 
     def _push(self, job: PrefillSequence, count: int, after: DeviceEvent | None = None) -> None:
-        """Pushes the pages among a prompt's first `count` that were not pushed before."""
+        """Pushes those of a prompt's first `count` pages that were not pushed before."""
         if job.push and count > job.pushed_pages:
             pages = job.lease.listed(job.pushed_pages, count, len(job.work.prompt_tokens))
             if pages:
@@ -240,7 +240,7 @@ class PrefillPhase(Phase[PrefillSequence]):
             self._forget(job)
 
     def _leave(self, job: PrefillSequence) -> None:
-        """Cancels the push. The pages are freed at its end."""
+        """Cancels the push. Its end frees the pages."""
         key = job.work.key
         del self._jobs[key]
         if not job.lease.released:
@@ -308,7 +308,7 @@ def _peer_changed(event: PeerConnected | PeerDisconnected) -> pb.WorkerMessage:
 
 
 class Fetches(HeldLeases):
-    """Pages that are fetched from another worker's cache, and not free yet.
+    """Leases of pages that are being fetched from another worker's cache.
 
         begin ─▶ under way ─Fetched─▶ pages in the cache, free for the prompt to find
                      │
@@ -332,8 +332,8 @@ class Fetches(HeldLeases):
     def begin(
         self, key: AttemptKey, holder: pb.Holder, keys: Sequence[bytes]
     ) -> PromptFetch | None:
-        """Asks the holder for the uncached ones of a prompt's first pages, for which the pool must
-        have room. None when all are cached."""
+        """Asks the holder for those of a prompt's first pages that are not cached here. The pool
+        must have room for them. Returns None if all are cached."""
         keys = keys[: holder.pages]
         before, cache = self._pool.find(keys), self._pool.cache
         if before == len(keys):
@@ -350,7 +350,7 @@ class Fetches(HeldLeases):
         return fetch
 
     def _ask(self, key: AttemptKey, fetch: PromptFetch, holder: pb.Holder) -> None:
-        # A holder that is silent for a lease is not waited for any longer.
+        # Do not wait longer than a lease for a silent holder.
         most = self._transfer.lease_seconds
         seconds = holder.seconds if 0 < holder.seconds < most else most
         pages = fetch.lease.fresh
@@ -358,7 +358,7 @@ class Fetches(HeldLeases):
         self._transfer.post(StartFetch(key, holder.agent, ticket, pages, fetch.awaited, seconds))
 
     def arrive(self, event: Fetched) -> None:
-        """Adds the pages to the cache, whether or not the prompt is still wanted."""
+        """Adds the pages to the cache, even if the prompt has been released."""
         fetch = self._fetches[event.key]
         if fetch.under_way:
             self._end(fetch)
@@ -368,14 +368,14 @@ class Fetches(HeldLeases):
         self.free(event.key)
 
     def fail(self, key: AttemptKey) -> None:
-        """Nothing usable will arrive. The pages are held until `free`."""
+        """Ends a fetch that failed. Its pages are held until `free`."""
         fetch = self._fetches.get(key)
         if fetch is not None and fetch.under_way:
             self._end(fetch)
             self._metrics.fetch_failed(fetch.seconds)
 
     def cancel(self, key: AttemptKey) -> None:
-        """The prompt is not wanted any more."""
+        """Cancels the fetch of a released prompt."""
         fetch = self._fetches.get(key)
         if fetch is not None and fetch.under_way:
             self._end(fetch)

@@ -2,15 +2,15 @@
 
 Prompts run in chunks, by priority (the lowest first), then first come, first served: each
 step takes up to `chunk_tokens` prompt tokens from the first prompts, several in
-one step where they fit. So a prompt waits for at most one chunk of a later
+one step if they fit. So a prompt waits for at most one chunk of a later
 priority. A prompt starts when the pool has room for all the pages that it will
 hold at once; until then the prompts behind it wait too, so none is starved.
-Where layers have windows it gets their pages chunk by chunk, and waits while
-there is none.
+Pages of layers with windows are taken chunk by chunk; the prompt waits while
+none is free.
 
-Background prompts, which have the last priority, are computed in shorter chunks, and in steps of
-their own: while no other prompt can be computed, and no router holds them. The pages that they
-compute are not waited for, since they may pause.
+Background prompts have the last priority. They run in shorter chunks and in steps of their own,
+while no other prompt can run and no router holds them. Other prompts do not wait for the pages that
+they compute, since they may pause.
 
 Of one priority, cleared prompts start first: a prompt whose ticket has arrived (or that is not
 pushed) frees its pages as soon as it is computed, while another may have to
@@ -38,7 +38,7 @@ from baton.v1.timing_pb2 import Chunk
 from baton.worker.phase import Job
 
 MOST_CHUNKS = 32
-"""Chunks reported of one prompt. Beyond that neighbours are joined in pairs."""
+"""Limit of chunks reported for a prompt. Beyond it neighbours are joined in pairs."""
 
 LOOK_AHEAD = 8
 
@@ -78,11 +78,11 @@ class PromptFetch:
 
     keys: Sequence[bytes]
     lease: Lease
-    next_key: bytes  # of the first page that the prompt lacks
-    before: int  # pages at its front that it does not lack
+    next_key: bytes  # of the first page that is not cached
+    before: int  # cached pages at the prompt's front
     began: float
-    pages: int = 0  # that arrived
-    seconds: float = 0.0  # how long they took, or were waited for
+    pages: int = 0  # fetched pages
+    seconds: float = 0.0  # duration of the fetch, even if it failed
     under_way: bool = True
 
     @property
@@ -95,7 +95,7 @@ class PromptFetch:
         return {self.next_key, *self.awaited}
 
     def used(self, found: int) -> int:
-        """How many of the fetched pages are among the `found` at the prompt's front."""
+        """Returns how many fetched pages are among the `found` ones at the prompt's front."""
         return max(0, min(self.pages, found - self.before))
 
 
@@ -109,7 +109,7 @@ class PrefillSequence(Job):
 
     @property
     def cleared(self) -> bool:
-        """Whether its pages will be freed soon after it is computed."""
+        """True if its pages are freed soon after it is computed."""
         return self.delivered or not self.push
 
 
@@ -131,7 +131,7 @@ class PrefillScheduler:
         self._started: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
         self._inputs: dict[AttemptKey, PrefillSequence] = {}  # of the embedding model
         self.held = False  # background prompts pause, unless others wait for their pages
-        self._pauses = False  # by the last plan
+        self._pauses = False  # background prompts pause, as of the last plan
 
     @property
     def waiting(self) -> int:
@@ -144,12 +144,12 @@ class PrefillScheduler:
 
     @property
     def background(self) -> int:
-        """Background prompts that are computed."""
+        """Running background prompts."""
         return 0 if self._pauses else sum(map(_is_background, self._started.values()))
 
     @property
     def paused(self) -> int:
-        """Background prompts that others keep from being computed."""
+        """Background prompts that others keep from running."""
         return sum(map(self._is_paused, self._all))
 
     def _is_paused(self, sequence: PrefillSequence) -> bool:
@@ -157,7 +157,8 @@ class PrefillScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens not yet computed, without those that others do not wait for."""
+        """Prompt tokens not yet computed. Excludes background prompts, which others do not wait
+        for."""
         return sum(each.uncomputed for each in self._all if not each.work.background)
 
     @property
@@ -168,11 +169,11 @@ class PrefillScheduler:
 
     @property
     def cleared_waiting(self) -> bool:
-        """Whether a cleared prompt waits."""
+        """True if a cleared prompt waits."""
         return any(each.cleared for each in self._waiting.values())
 
     def has_started(self, sequence: PrefillSequence) -> bool:
-        """Whether it has pages, and is not computed yet."""
+        """True if it has pages and is not computed yet."""
         return sequence.work.key in self._started
 
     @property
@@ -186,8 +187,8 @@ class PrefillScheduler:
         queue[sequence.work.key] = sequence
 
     def next_inputs(self) -> list[PrefillSequence]:
-        """Whole inputs of the embedding model that are computed together, of as many tokens as a
-        chunk or one; none while a prompt of an earlier priority is there."""
+        """Whole inputs of the embedding model to compute together: as many as fit into a chunk, at
+        least one. None while there is a prompt of an earlier priority."""
         batch: list[PrefillSequence] = []
         budget = self._chunk_tokens
         prompts = itertools.chain(self._waiting.values(), self._started.values())
@@ -203,7 +204,7 @@ class PrefillScheduler:
         return batch
 
     def has_to_wait(self, sequence: PrefillSequence) -> bool:
-        """Whether the first page that the cache lacks is being computed or fetched."""
+        """True if the first page that the cache lacks is being computed or fetched."""
         keys, background = sequence.keys_to_find, sequence.work.background
         before = [each for each in self._started.values() if background or not _is_background(each)]
         if next_page_pending(keys, self._pool, before):
@@ -227,7 +228,7 @@ class PrefillScheduler:
         return self._plan(self._background_tokens, background=True)
 
     def _plan(self, budget: int, *, background: bool) -> Plan:
-        """The plan of background prompts, or of others."""
+        """Plans either background prompts or the others."""
         plan: Plan = {}
         started = [each for each in self._started.values() if _is_background(each) == background]
         urgent = min(map(_priority, self._waiting.values()), default=math.inf)
@@ -243,7 +244,7 @@ class PrefillScheduler:
         return plan
 
     def _start(self, plan: Plan, budget: int, before: float) -> int:
-        """Starts waiting prompts of a priority `before` that. Returns what is left of the
+        """Starts waiting prompts of a priority earlier than `before`. Returns the rest of the
         budget."""
         while budget and self._start_next(before):
             budget -= self._add_chunk(plan, next(reversed(self._started.values())), budget)
@@ -278,7 +279,7 @@ class PrefillScheduler:
         return True
 
     def _choose(self) -> PrefillSequence | None:
-        """The first prompt that need not wait for another one."""
+        """Returns the first prompt that need not wait for another one."""
         waiting = sorted(
             self._waiting.values(), key=lambda each: (each.work.priority, not each.cleared)
         )

@@ -247,13 +247,13 @@ def test_a_device_waits_for_a_draft_where_that_pays_or_is_paid_for(tmp_path: Pat
     drafts = Drafts(engine, VOCABULARY, 64, cost=draft_cost())
     request = Sequence(works([WARM])[0], engine.pool.lease([]), expected=1)
     wanted, pace = {request: 5}, Pace(1, 0.01, 1e-5, wait=1e-3)
-    drafts.earn(-1e4)
+    drafts.pricing.earn(-1e4)
     assert not drafts.waits(wanted, pace), "nothing is on the account"
-    drafts.earn(2e4)
+    drafts.pricing.earn(2e4)
     assert drafts.waits(wanted, pace), "to begin with a request"
     assert not drafts.waits({request: 0}, pace)
     assert drafts.offer(wanted, pace, 8)
-    drafts.earn(-2e4)
+    drafts.pricing.earn(-2e4)
     assert drafts.waits(wanted, pace), "guesses bring more"
     assert not drafts.waits(wanted, pace._replace(wait=1.0))
     drafts.drop(request)
