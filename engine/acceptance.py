@@ -1,4 +1,4 @@
-"""Shares of right guesses, by kind of guess: what a guesser expects of its next ones."""
+"""Tracks the share of right guesses by kind of guess, to predict the next ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 PRIOR_WEIGHT = 2.0
 MEMORY, LONG_MEMORY = 0.94, 0.99
-"""What a comparison counts for after each further one of its kind: for its sequence, and for the
+"""Decay of a comparison's weight with each later one of its kind: for its sequence, and for
 sequences that begin later."""
 
 
@@ -21,7 +21,7 @@ class Offer(NamedTuple):
 
 
 class Acceptance:
-    """Begins with `shares`, one a kind."""
+    """Begins with `shares`, one for each kind."""
 
     def __init__(self, shares: Sequence[float], before: Acceptance | None = None) -> None:
         self._before = before
@@ -30,14 +30,15 @@ class Acceptance:
         self._compared = [PRIOR_WEIGHT] * len(shares)
 
     def of_sequence(self) -> Acceptance:
-        """Begins with what this one has seen, and adds to that."""
+        """Returns one for a new sequence. It begins with the shares of this one and updates them
+        too."""
         return Acceptance(self._shares(), self)
 
     def share(self, kind: int) -> float:
         return self._right[kind] / self._compared[kind]
 
     def chances(self, kinds: list[int]) -> list[float]:
-        """For each of these guesses, that it and all before it are right."""
+        """The probability, for each guess, that it and all before it are right."""
         return list(accumulate(map(self._shares().__getitem__, kinds), operator.mul))
 
     def _shares(self) -> list[float]:

@@ -1,12 +1,12 @@
 """The LoRA adapters that an engine has loaded: a bounded number, by digest.
 
-    wanted ─▶ loading, in a thread ─▶ loaded ─ idle longest, and its place is needed ─▶ gone
+    wanted ─▶ loading, in a thread ─▶ loaded ─ idle longest, and its slot is needed ─▶ dropped
               │       ▲    └─▶ failed: the requests that wait for it fail
               └─ fetched: its files are not on this node
 
-Places go to the sequences of a step in the plan's order, oldest first. So the first always
-advances, and a loaded adapter that a step uses is never dropped. Sequences that wait for theirs are
-left out of the step.
+Slots go to the sequences of a step in the plan's order, oldest first. So the first always
+advances, and a loaded adapter that a step uses is never dropped. Sequences that wait for an adapter
+are left out of the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Weights = TypeVar("Weights")
 
 
 class AdapterHolder(Protocol[Weights]):
-    """Holds a device's adapters; where ranks share the model, makes the other ranks do the same."""
+    """Holds a device's adapters; on rank 0 of a split model, makes the other ranks do the same."""
 
     def load_adapter(self, adapter: Adapter) -> Weights:
         """Called on any thread."""
@@ -52,9 +52,9 @@ class AdapterPool(Generic[Weights]):
         wake: Callable[[], object],
         fetch: Callable[[Adapter], object] | None = None,
     ) -> None:
-        """Loads at most `slots` adapters at once, from `allowed` places alone. `wake` is called on
-        another thread when a load has ended, and there `fetch`, which gets an adapter's files to
-        this node, or raises a BatonError."""
+        """Holds at most `slots` adapters, from `allowed` locations only. Two functions are called
+        on another thread: `wake` when a load has ended, and `fetch` to copy an adapter's files to
+        this node; it may raise a BatonError."""
         self._holder = holder
         self._slots = slots
         self._allowed = tuple(allowed)
@@ -71,35 +71,35 @@ class AdapterPool(Generic[Weights]):
         return bool(self._loading)
 
     def check(self, adapter: Adapter) -> None:
-        """Raises InvalidAdapter for a place that the configuration does not allow."""
+        """Raises InvalidAdapter for a location that the configuration does not allow."""
         check_location(adapter.folder, self._allowed)
 
     def request(self, adapter: Adapter, kept: Collection[bytes]) -> None:
-        """As `want`, and counts it; once for each request."""
+        """Like `want`, but counts the request. Called once for each request."""
         self.events["requested"] += 1
         self.events["hit"] += self.want(adapter, kept)
 
     def want(self, adapter: Adapter, kept: Collection[bytes]) -> bool:
-        """Whether it is loaded. If not it begins to be, where there is a place: one that is free,
-        or that of an adapter which is not `kept`."""
+        """Returns True if the adapter is loaded. Otherwise begins to load it if there is a slot: a
+        free one, or that of an adapter not in `kept`."""
         digest = adapter.digest
         if digest in self.loaded:
             return True
-        if digest in self._loading or not self._make_place(kept):
+        if digest in self._loading or not self._make_room(kept):
             return False
         self._loading.add(digest)
         self._thread.submit(self._run, adapter)
         return False
 
     def load_now(self, adapter: Adapter) -> None:
-        """Loads it on the calling thread; raises why it cannot be loaded."""
+        """Loads the adapter on the calling thread. Raises an error if it cannot be loaded."""
         self.check(adapter)
         if adapter.digest not in self.loaded:
             self._install(adapter, self._holder.load_adapter(adapter))
 
     def runnable(self, plan: Plan) -> Plan:
-        """The plan's sequences without adapters, or with loaded ones. Begins to load the other
-        adapters."""
+        """Returns the plan's sequences that need no adapter or have theirs loaded. Begins to load
+        the other adapters."""
         kept: set[bytes] = set()
         chosen: Plan = {}
         for sequence, count in plan.items():
@@ -113,7 +113,7 @@ class AdapterPool(Generic[Weights]):
         return chosen
 
     def settle(self) -> dict[bytes, BatonError]:
-        """Takes over the loads that have ended; returns those that failed."""
+        """Installs adapters whose loads have ended. Returns the errors of failed loads."""
         failed: dict[bytes, BatonError] = {}
         while self._loading:
             try:
@@ -130,7 +130,7 @@ class AdapterPool(Generic[Weights]):
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _make_place(self, kept: Collection[bytes]) -> bool:
+    def _make_room(self, kept: Collection[bytes]) -> bool:
         if len(self.loaded) + len(self._loading) < self._slots:
             return True
         idle = next((digest for digest in self.loaded if digest not in kept), None)
@@ -149,7 +149,7 @@ class AdapterPool(Generic[Weights]):
     def _load(self, adapter: Adapter) -> Weights:
         try:
             return self._holder.load_adapter(adapter)
-        except (AdapterMissing, Unavailable):  # a folder, or the hub
+        except (AdapterMissing, Unavailable):  # not on this node, or the hub does not answer
             if not self._fetch or not adapter.sources:
                 raise
             self._fetch(adapter)

@@ -1,9 +1,9 @@
 """Loads a LoRA adapter's weights for the layers of a loaded model.
 
-A, of the rank by the inputs, and B, of the outputs by the rank, are stored for each module that the
-adapter adds to. Where the model keeps several modules as one layer (qkv, gate and up), their As are
-stacked, and each B has its own rows and columns of one matrix. Rows are arranged and cut as those
-of the model's weights, and B has the scale.
+For each module that it adds to, an adapter has A [rank, inputs] and B [outputs, rank]. If the model
+keeps several modules as one layer (qkv, gate and up), their As are stacked, and each B gets its own
+rows and columns of one matrix. Rows are arranged and split as those of the model's weights. B
+includes the scale.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class ModulePlace(NamedTuple):
     """Where a module is in the layers of this rank's model."""
 
     module: str  # such as "model.layers.0.self_attn.q_proj"
-    number: int  # of the model's layer
+    number: int  # the model's layer
     layer: AnyLinear
-    start: int  # of its outputs
+    start: int  # its first output in `layer`
     parts: tuple[int, ...]  # its outputs, in parts that all ranks share evenly
-    arrange: Callable[[Tensor], Tensor] | None = None  # of the outputs
-    summed: bool = False  # ranks have other inputs, not other outputs
-    whole: bool = False  # ranks have the same
-    plain: int = 0  # outputs of a head that are of its key, where the layer is a latent's
+    arrange: Callable[[Tensor], Tensor] | None = None  # reorders and scales the outputs
+    summed: bool = False  # split by inputs: the ranks' outputs are summed
+    whole: bool = False  # not split
+    plain: int = 0  # outputs of each head for its key, if `layer` expands a latent
 
     @property
     def outputs(self) -> int:
@@ -65,7 +65,8 @@ class LowRankPair(NamedTuple):
 def load_adapter(
     adapter: Adapter, model: Model, split: Split, dtype: torch.dtype
 ) -> AdapterProducts:
-    """What the adapter adds to the layers of this rank's `model`; raises as read_pairs."""
+    """Returns what the adapter adds to the layers of this rank's `model`. Raises like
+    `read_pairs`."""
     pairs: dict[AnyLinear, list[LowRankPair]] = {}
     with torch.inference_mode():
         for pair in read_pairs(adapter, model, split):
@@ -75,14 +76,14 @@ def load_adapter(
 
 
 def read_pairs(adapter: Adapter, model: Model, split: Split) -> Iterator[LowRankPair]:
-    """This rank's parts of an adapter's weights.
+    """Yields this rank's parts of an adapter's weights.
 
-    Raises InvalidAdapter where it does not fit; at the end, where its folder holds something else
-    by now.
+    Raises InvalidAdapter if the adapter does not fit the model; at the end, AdapterMissing if its
+    files have changed.
     """
     folder = locate_files(adapter)
     yield from _read(folder, read_adapter_config(folder), model, split)
-    # After reading: files that were written meanwhile have another digest.
+    # Checked after reading, since files may be written meanwhile.
     if digest_of(folder) != adapter.digest:
         raise AdapterMissing(
             f"{adapter.folder} has changed since the adapter was added; add it again"
@@ -104,7 +105,7 @@ def _read(folder: Path, config: AdapterConfig, model: Model, split: Split) -> It
 
 
 def _names(tensors: list[str]) -> dict[tuple[int, str], tuple[str, str]]:
-    """The tensors A and B of each layer's modules."""
+    """Returns the names of tensors A and B for each layer and module."""
     found: dict[tuple[int, str], dict[str, str]] = {}
     for tensor in tensors:
         match = _TENSOR.fullmatch(tensor)
@@ -139,7 +140,7 @@ def _check_complete(
 def _pair(
     place: ModulePlace, config: AdapterConfig, split: Split, a: Tensor, b: Tensor
 ) -> LowRankPair:
-    """This rank's part of the two."""
+    """Checks A and B and returns this rank's part of them."""
     rank, inputs = config.scales.rank(place.module), place.layer.weight.shape[1]
     split = Split() if place.whole else split
     over = (1, split.size) if place.summed else (split.size, 1)
@@ -179,7 +180,7 @@ def _joined(
 
 
 def places_of(model: Model) -> Iterator[ModulePlace]:
-    """Modules that adapters may add to. Those of one layer are in the order of its outputs."""
+    """Yields the modules that adapters may add to, those of one layer in order of its outputs."""
     for number, layer in enumerate(model.layers):
         prefix = f"model.layers.{number}."
         attention = _latent if layer.latent else _attention
@@ -195,7 +196,7 @@ def _attention(
     turned = shape.head_dim if layer.rope is None else shape.ropes[layer.rope].dim
 
     def arrange(b: Tensor, start: int = 0) -> Tensor:
-        """Joins the pairs of queries, keys or both."""
+        """Interleaves the rotated pairs of queries, keys or both."""
         b = interleave_pairs(b, head_dim=shape.head_dim, dim=turned)
         if layer.balance is None:
             return b
@@ -210,8 +211,8 @@ def _attention(
         yield ModulePlace(prefix + "qkv_proj", number, layer.qkv, 0, (query, key, key), turn)
         return
     yield ModulePlace(prefix + "q_proj", number, layer.qkv, 0, (query,), arrange)
-    of_keys = partial(arrange, start=query)
-    yield ModulePlace(prefix + "k_proj", number, layer.qkv, query, (key,), of_keys)
+    arrange_keys = partial(arrange, start=query)
+    yield ModulePlace(prefix + "k_proj", number, layer.qkv, query, (key,), arrange_keys)
     yield ModulePlace(prefix + "v_proj", number, layer.qkv, query + key, (key,))
 
 
@@ -223,7 +224,7 @@ def _latent(shape: Architecture, layer: Layer, prefix: str, number: int) -> Iter
     queries = shape.heads * head
 
     def arrange(b: Tensor, size: int = head) -> Tensor:
-        """Joins the pairs of heads, or of a latent: what is rotated is at the end."""
+        """Interleaves the rotated pairs, which are at the end of each head or latent."""
         if shape.neighbours:
             return b
         parts = b.view(-1, size, b.shape[1])
@@ -237,9 +238,9 @@ def _latent(shape: Architecture, layer: Layer, prefix: str, number: int) -> Iter
         yield ModulePlace(prefix + "q_b_proj", number, products.query, 0, (queries,), arrange)
     else:
         yield ModulePlace(prefix + "q_proj", number, layer.qkv, 0, (queries,), arrange)
-    of_latent = partial(arrange, size=latent)
+    arrange_latent = partial(arrange, size=latent)
     module = prefix + "kv_a_proj_with_mqa"
-    yield ModulePlace(module, number, layer.qkv, size, (latent,), of_latent, whole=True)
+    yield ModulePlace(module, number, layer.qkv, size, (latent,), arrange_latent, whole=True)
     both = (len(products.both.weight),)
     yield ModulePlace(prefix + "kv_b_proj", number, products.both, 0, both, plain=sizes.plain)
     yield ModulePlace(prefix + "o_proj", number, layer.output, 0, (shape.hidden,), summed=True)

@@ -1,7 +1,7 @@
-"""What a model is, parsed from its config.json.
+"""A model's architecture, parsed from its config.json.
 
-A config that asks for what Baton does not run is refused, never approximated. Code that ships
-with a model is never run.
+A config with unsupported features is refused, never approximated. Code that ships with a model is
+never run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Architecture:
     context_length: int
     norm_epsilon: float
     ropes: tuple[Rope, ...]
-    rope_of_layer: tuple[int | None, ...]  # its place in `ropes`; None: nothing is rotated
+    rope_of_layer: tuple[int | None, ...]  # index in `ropes`; None: nothing is rotated
     windows: tuple[int | None, ...]  # a token sees itself and window - 1 tokens before it
     tied_embeddings: bool
     qkv_bias: bool
@@ -73,7 +73,7 @@ class Architecture:
     activation: Activation
     sinks: bool  # of attention
     fused: bool  # the checkpoint keeps qkv_proj and gate_up_proj
-    interleaved: bool  # the checkpoint keeps experts by inputs, gates and ups in turn
+    interleaved: bool  # the checkpoint keeps experts as [inputs, outputs], gate and up in turn
     embedding_scale: float
     embedding_root: bool  # the scale is rounded to the model's dtype
     score_scale: float
@@ -82,9 +82,9 @@ class Architecture:
     logit_cap: float | None
     sparse: tuple[bool, ...]  # experts instead of an MLP
     routing: Routing | None  # of sparse layers
-    latent: LatentShape | None  # a token has one key head of `head_dim`, and no values beside it
+    latent: LatentShape | None  # pages hold one key head of `head_dim` for a token, and no values
     neighbours: bool  # the checkpoint keeps the two numbers of a rotated pair side by side
-    extra_layers: int  # that the checkpoint may have after the others, and that are not run
+    extra_layers: int  # further layers that the checkpoint may have, and that are not run
     quantization: Quantization | None  # of the checkpoint
 
     @property
@@ -108,15 +108,15 @@ class Architecture:
 
 
 def read_architecture(folder: Path, max_context: int | None = None) -> Architecture:
-    """The architecture of the model in `folder`, for contexts of up to `max_context`; or
-    UnsupportedModel."""
+    """Parses the architecture of the model in `folder`, for contexts of up to `max_context`.
+    Raises UnsupportedModel."""
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(f"{folder} holds an adapter, which is not supported; merge it first")
     return parse_architecture(folder / "config.json", max_context)
 
 
 def parse_architecture(path: Path, max_context: int | None = None) -> Architecture:
-    """The architecture that a Hugging Face config file describes, or UnsupportedModel."""
+    """Parses a Hugging Face config file. Raises UnsupportedModel."""
     name, family, config = read_config(path)
     _refuse_unsupported(config, family)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
@@ -130,8 +130,8 @@ def parse_architecture(path: Path, max_context: int | None = None) -> Architectu
     rotates = _rotates(config, family)
     windows = _windows(config, family, rotates)
     attention_bias = config.get("attention_bias", bool)
-    # The residual is kept divided by its multiplier, so that what is added needs no product: norms
-    # do not see the difference if their epsilon is divided by its square.
+    # The residual stream is kept divided by its multiplier, which saves a product per addition.
+    # Norms give the same result if their epsilon is divided by the multiplier's square.
     residual = _positive(config, "residual_multiplier", 1.0)
     embedding = hidden**0.5 if family.embedding_root else 1.0
     routing = parse_routing(config, family)
@@ -268,7 +268,7 @@ def _windows(
 
 
 def _by_place(config: ModelConfig, family: Family, rotates: tuple[bool, ...]) -> list[bool]:
-    """Which layers have a window where their types are not stated."""
+    """Which layers have a window, in a config without layer_types."""
     layers = range(len(rotates))
     if family.windows == "unrotated":
         return [not rotated for rotated in rotates]
@@ -283,8 +283,8 @@ def _by_place(config: ModelConfig, family: Family, rotates: tuple[bool, ...]) ->
 
 
 def _no_windows(config: ModelConfig, layers: int) -> tuple[None, ...]:
-    """transformers masks nothing in such a family, but its cache would drop what the window hides:
-    prompts and answers would see different contexts."""
+    """Refuses windows. In such a family transformers does not mask by the window, but its cache
+    drops what is outside of it: prompts and answers would see different contexts."""
     context = config.get("max_position_embeddings", int)
     if config.get("sliding_window", int, context) < context:
         raise UnsupportedModel("a sliding_window is not supported in models of this type")
@@ -324,19 +324,20 @@ class Split:
     cut by inputs    output, down: the ranks' products are summed (engine/tensor_parallel.py)
     whole            embeddings, norms and routers, on each rank; the head, on rank 0, which samples
 
-    Every rank has its columns of every expert, as of an MLP. Of norms over all heads together each
-    has its heads' weights, and the ranks' squares are summed.
+    Every rank has its columns of every expert, as of an MLP. Of norms over all heads, each rank has
+    the weights of its heads, and the ranks' squares are summed.
 
     A rank's pages hold the keys and values of its own heads, under the same page ids on all
-    ranks, so rank 0's pool manages the pages of all. Latents have no heads: every rank has them
-    whole, and the projections that make them.
+    ranks, so rank 0's pool manages the pages of all. Latents have no heads: every rank has whole
+    latents and the projections that make them.
     """
 
     rank: int = 0
     size: int = 1
 
     def of(self, whole: Architecture) -> Architecture:
-        """What one rank runs. Raises InvalidConfig where a model cannot be split evenly."""
+        """The architecture of one rank. Raises InvalidConfig if the model cannot be split
+        evenly."""
         check_split(whole, self.size)
         routing = whole.routing
         if routing:
@@ -351,7 +352,7 @@ class Split:
 
 
 def check_split(whole: Architecture, size: int) -> None:
-    """Raises InvalidConfig when `size` ranks cannot share a model evenly.
+    """Raises InvalidConfig if `size` ranks cannot share a model evenly.
 
     Key heads are not repeated, so there are never more ranks than key heads.
     """

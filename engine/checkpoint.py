@@ -36,7 +36,7 @@ Arrange = Callable[[Tensor], Tensor]
 
 
 class Cut(NamedTuple):
-    """Parts of a tensor, joined: (start, size) each, of the `whole` size of one dimension."""
+    """Parts (start, size) of a tensor's dimension of size `whole`, joined."""
 
     dimension: int
     whole: int
@@ -51,8 +51,8 @@ class Cut(NamedTuple):
         found = [tensor.narrow(self.dimension, *part) for part in self.parts]
         return found[0] if len(found) == 1 else torch.cat(found, dim=self.dimension)
 
-    def places(self, dimension: int, size: int) -> Tensor:
-        """Which of the whole tensor's places of a dimension of `size` are in the parts."""
+    def indices(self, dimension: int, size: int) -> Tensor:
+        """The indices of a dimension of `size` that the parts have."""
         if dimension != self.dimension:
             return torch.arange(size)
         return torch.cat([torch.arange(start, start + some) for start, some in self.parts])
@@ -68,7 +68,7 @@ class Checkpoint:
         upload: Upload | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        """`upload`, which it closes, copies to targets on a device."""
+        """`upload` copies to targets on a device; `finish` closes it."""
         opened = _open_all(checkpoint_files(folder))
         stored: dict[str, OpenFile] = {}
         for file in opened:
@@ -81,7 +81,7 @@ class Checkpoint:
         self._upload = upload
 
     def __contains__(self, name: str) -> bool:
-        """Whether the tensor can be copied."""
+        """True if the tensor can still be copied."""
         return name in self._remaining
 
     def grid(self, name: str, cut: Cut) -> Grid | None:
@@ -92,8 +92,8 @@ class Checkpoint:
             return None
         tensor = file.get_tensor(name)
         if tensor.shape[cut.dimension] != cut.whole:
-            return None  # which copy refuses
-        return tensor.grid(*(cut.places(index, size) for index, size in enumerate(tensor.shape)))
+            return None  # `copy` refuses it
+        return tensor.grid(*(cut.indices(index, size) for index, size in enumerate(tensor.shape)))
 
     def copy(
         self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None
@@ -132,8 +132,8 @@ class Checkpoint:
         self._remaining.pop(name, None)
 
     def finish(self, not_run: tuple[str, ...] = ()) -> None:
-        """Raises if a tensor was not used whose name does not begin with one of `not_run`: then the
-        model is not what its config says."""
+        """Raises if a tensor is left over and its name has no prefix in `not_run`: then the model
+        is not what its config says."""
         if self._upload is not None:
             self._upload.close()
         unused = sorted(
@@ -179,7 +179,7 @@ def digest_files(files: list[Path]) -> bytes:
 
 
 class _GgufTensors:
-    """As an open safetensors file."""
+    """Has the interface of an open safetensors file."""
 
     def __init__(self, files: list[Path]) -> None:
         self._weights = GgufWeights(files)
@@ -188,7 +188,7 @@ class _GgufTensors:
         return self._weights.names
 
     def get_tensor(self, name: str) -> Tensor:
-        # Unquantized values lie in the mapped file, which torch takes for writable.
+        # Torch needs writable memory, and unquantized values are in the mapped file.
         return torch.from_numpy(np.require(self._weights[name], requirements="W"))
 
 

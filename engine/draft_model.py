@@ -1,8 +1,9 @@
-"""A draft model, which runs beside the main one on a decode worker: what both must have in common,
-and the draft's engine, with pages of its own.
+"""The draft model, which runs beside the main one on a decode worker: checks that both fit, and
+loads the draft's engine, which has pages of its own.
 
-The draft is never split: rank 0 runs all of it. Imports no torch: a cluster is checked before it
-starts. On a GPU the main model leaves room for it (engine/gpu/draft_room.py).
+The draft is never split: rank 0 runs all of it. On a GPU the main model leaves room for it
+(engine/gpu/draft_room.py). This module does not import torch, since a configuration is checked
+before the cluster starts.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ MOST_ROWS = 128
 
 
 def find_draft(config: Config, model: Path, *, weights: bool) -> Path | None:
-    """The draft model's folder, None where none is configured. Raises why it cannot go with the
-    model in the folder `model`."""
+    """Returns the draft model's folder, None if none is configured. Raises an error if it does not
+    fit the model in the folder `model`."""
     if (config.speculation == "draft") != bool(config.draft_model):
         raise InvalidConfig(
             "speculation draft needs a draft_model, and nothing else uses one", field=FIELD
@@ -62,8 +63,8 @@ def locate_draft(config: Config, *, weights: bool) -> Path:
 
 
 def check_vocabulary(model: Path, draft: Path) -> None:
-    """Raises InvalidConfig unless a token id means the same to both. Either may have more rows in
-    its embedding than its tokenizer has tokens."""
+    """Raises InvalidConfig unless a token id means the same to both. An embedding may have more
+    rows than its tokenizer has tokens."""
     here, there = _tokens(model), _tokens(draft)
     if not here or not there:
         _check_sizes(model, draft, tokenizers=bool(here or there))
@@ -92,7 +93,7 @@ def _check_sizes(model: Path, draft: Path, *, tokenizers: bool) -> None:
 
 
 def load_draft(config: Config, folder: Path, main: Engine) -> Engine:
-    """`config` is settled. The calling thread's engine."""
+    """Loads the draft's engine, which the calling thread owns. `config` is settled."""
     architecture = read_model(folder, "auto", config.max_context)
     device = main.kv.device
     page = page_bytes(architecture, config, main.dtype.itemsize, device.type)
@@ -113,7 +114,7 @@ def load_draft(config: Config, folder: Path, main: Engine) -> Engine:
         kv_dtype=config.kv_dtype,
         gpu=draft_settings(config, main.gpu),
     )
-    if main.pool.root is not None:  # its pages are found by its own requests alone
+    if main.pool.root is not None:  # no other worker gets keys of the draft's pages
         engine.pool.root = bytes.fromhex(engine.fingerprint)
     return engine
 
@@ -133,7 +134,7 @@ def draft_settings(config: Config, main: GpuSettings) -> GpuSettings:
 
 
 def _tokens(folder: Path) -> dict[int, str]:
-    """The tokens of a model's tokenizer by id; none without one."""
+    """Returns the tokens of a model's tokenizer by id; empty without a tokenizer."""
     try:
         text = model_store.tokenizer_text(folder)
     except NotServed:
@@ -143,9 +144,8 @@ def _tokens(folder: Path) -> dict[int, str]:
     return {number: token for token, number in Tokenizer.from_str(text).get_vocab().items()}
 
 
-def page_bytes(architecture: AnyArchitecture, config: Config, number: int, device: str) -> int:
-    """The bytes of one page of tokens, in all slices of the layers; a number of the model has
-    `number` bytes."""
+def page_bytes(architecture: AnyArchitecture, config: Config, itemsize: int, device: str) -> int:
+    """The bytes of one page of tokens, over all slices. `itemsize` is that of the model's dtype."""
     shape = stored_shape(architecture.pages_shape(1, config.page_size), config.kv_dtype, device)
-    size = number if config.kv_dtype == "auto" else 1
+    size = itemsize if config.kv_dtype == "auto" else 1
     return math.prod(shape) * size * len(architecture.slices.windows)

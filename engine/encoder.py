@@ -1,8 +1,8 @@
 """Encoders of the BERT family, as sentence-transformers packages them: texts to vectors.
 
-Attention looks both ways, so there are no pages: an input is computed whole, in one step. Inputs of
-one step lie one after the other, without padding; those of one length, or on a GPU of about one,
-share their attention.
+Attention looks both ways, so there are no pages: an input is computed whole, in one step. The rows
+of a step's inputs are concatenated without padding; inputs of equal length, or on a GPU of similar
+length, share their attention.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Layer:
 
 
 class _Weights:
-    """Reads tensors, whose names may begin with the model's kind."""
+    """Reads tensors, whose names may have the model's type as prefix."""
 
     def __init__(self, folder: Path, config: EncoderConfig, device: torch.device) -> None:
         self._checkpoint = Checkpoint(folder)
@@ -63,7 +63,7 @@ class _Weights:
         return target.to(self._device)
 
     def linear(self, out: int, size: int, *names: str) -> Linear:
-        """One layer of those names' outputs, one after the other, laid out for this CPU."""
+        """One layer with the outputs of all `names`, packed for this CPU."""
         weights = [self.tensor(f"{name}.weight", out, size) for name in names]
         biases = [self.tensor(f"{name}.bias", out) for name in names]
         made = Linear(torch.cat(weights), torch.cat(biases))
@@ -90,32 +90,32 @@ class _Weights:
 
 
 class _Group:
-    """Neighbouring inputs that share their attention, of one length or padded to one."""
+    """Neighbouring inputs that share their attention, of one length or padded to it."""
 
     def __init__(self, start: int, lengths: Sequence[int], device: torch.device) -> None:
-        """`start` is the first one's first row."""
+        """`start` is the first row of the first input."""
         self._rows = slice(start, start + sum(lengths))
         self._shape = count, longest = len(lengths), max(lengths)
-        self.mask: Tensor | None = None  # [count, 1, 1, longest], of what is no padding
+        self.mask: Tensor | None = None  # [count, 1, 1, longest]; False at padding
         if min(lengths) == longest:
             return
         places = torch.arange(longest).expand(count, longest)
         mask = places < torch.tensor(lengths)[:, None]
         begins = start + torch.tensor([0, *accumulate(lengths)][:-1])
         self.mask = mask[:, None, None].to(device)
-        # Padding has the number of the input's first row.
+        # Padding repeats the input's first row.
         self._padded = (begins[:, None] + places * mask).to(device)  # [count, longest]
         self._kept = mask.flatten().nonzero()[:, 0].to(device)
         self._weights = (mask / mask.sum(1, keepdim=True))[..., None].to(device)
 
     def of(self, rows: Tensor) -> Tensor:
-        """rows [n, size] of all inputs -> [count, longest, size] of these."""
+        """rows [n, size] of all inputs -> [count, longest, size] of this group."""
         if self.mask is None:
             return rows[self._rows].view(*self._shape, -1)
         return rows[self._padded]
 
     def without_padding(self, rows: Tensor) -> Tensor:
-        """rows [count, longest, size] -> those of inputs, [., size]."""
+        """rows [count, longest, size] -> [rows of the group, size]."""
         flat = rows.reshape(-1, rows.shape[-1])
         return flat if self.mask is None else flat[self._kept]
 
@@ -131,13 +131,13 @@ class Encoder:
         self._device = device
         self._padding = GPU_PADDING if device.type == "cuda" else 1
         self._words = weights.tensor(WORDS, config.vocabulary, config.hidden)
-        places = weights.tensor(
+        positions = weights.tensor(
             "embeddings.position_embeddings.weight", config.positions, config.hidden
         )
         types = weights.tensor(
             "embeddings.token_type_embeddings.weight", config.types, config.hidden
         )
-        self._places = places[config.first_position :] + types[0]  # all tokens are of type 0
+        self._positions = positions[config.first_position :] + types[0]  # all tokens are of type 0
         self._norm = weights.norm("embeddings.LayerNorm")
         self._layers = [weights.layer(index) for index in range(config.layers)]
 
@@ -148,9 +148,9 @@ class Encoder:
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
         groups = list(self._groups([len(inputs[index]) for index in order]))
         tokens = [token for index in order for token in inputs[index]]
-        places = [place for index in order for place in range(len(inputs[index]))]
+        positions = [position for index in order for position in range(len(inputs[index]))]
         rows = self._words[torch.tensor(tokens, device=self._device)]
-        rows = self._norm(rows + self._places[torch.tensor(places, device=self._device)])
+        rows = self._norm(rows + self._positions[torch.tensor(positions, device=self._device)])
         for layer in self._layers:
             attended = self._attend(layer.qkv(rows), groups)
             rows = layer.attention_norm(layer.out.add_to(rows, attended))

@@ -1,7 +1,7 @@
 """One model on one device: its weights, its pages, and one step over many sequences.
 
 Several processes can run one model together, each with a part of it on its own device
-(engine/tensor_parallel.py): rank 0's engine is used as any other, and the others follow it.
+(engine/tensor_parallel.py): rank 0's engine is used like any other, and the others follow it.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ WHOLE = Split()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FALLBACK_PAGES_SHARE = 0.8
-"""Share of the memory left by the weights, for models that run through transformers: what a step
-needs is not known there."""
+"""The pages' share of the memory that the weights leave, in models that run through transformers:
+there the memory of a step is unknown."""
 
 
 AnyAdapterPool = AdapterPool[AdapterProducts] | AdapterPool[Tensor]
@@ -92,29 +92,29 @@ class AnyRunner(Protocol):
 
 @dataclass(eq=False)
 class Engine:
-    """Owned by one thread: nothing here may be called from two."""
+    """Owned by one thread; not thread-safe."""
 
     architecture: AnyArchitecture  # of the whole model
     split: Split
     pool: PagePool
     dtype: torch.dtype  # in which the model computes
-    kv: Tensor  # [page, layer of a slice, k/v, token, kv_head, dim], one allocation; own heads
+    kv: Tensor  # [page, layer of a slice, k/v, token, kv_head, dim]; this rank's heads
     context_length: int
     fingerprint: str
     grammars: Grammars
     make_runner: Callable[[GpuSettings], AnyRunner]
     gpu: GpuSettings  # what the runner was made for
-    gpu_adapters: AdapterSlots | None = None  # where a GPU has room for some
-    adapters: AnyAdapterPool | None = None  # once it is opened
-    encoder: Encoder | None = None  # the embedding model, once it is loaded
-    draft: Engine | None = None  # of the draft model, once it is loaded
+    gpu_adapters: AdapterSlots | None = None  # the slots of a GPU that has some
+    adapters: AnyAdapterPool | None = None  # once opened
+    encoder: Encoder | None = None  # the embedding model, once loaded
+    draft: Engine | None = None  # of the draft model, once loaded
 
     def __post_init__(self) -> None:
         self._runner = self.make_runner(self.gpu)
 
     @property
     def has_independent_rows(self) -> bool:
-        """Whether no row of a step depends on the other rows."""
+        """True if no row of a step depends on the other rows."""
         if self.kv.device.type == "cpu":
             invariant = compiler.suits(self.dtype, self.kv.device)
         else:
@@ -144,8 +144,8 @@ class Engine:
         rest of its memory.
 
         `threads` sets torch's threads in this process. `progress` receives the current task and
-        its completed fraction. With a `group` this is one rank's part, `kv_memory` is that of
-        all ranks together, and the ranks connect once this one has its weights.
+        its completed fraction. With a `group`, loads one rank's part: `kv_memory` is that of all
+        ranks together, and the ranks connect once this one has its weights.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -164,7 +164,7 @@ class Engine:
         if gpu.share < 1 and device != "cpu":
             confine(gpu.share, device)
         if device != "cpu":
-            torch.cuda.synchronize(device)  # makes its context
+            torch.cuda.synchronize(device)  # creates the CUDA context
             progress("device", 1.0)
         check_codes(device, quantization, kv_dtype)
         model: Model | FallbackModel
@@ -181,7 +181,7 @@ class Engine:
         else:
             log.warning("%s", describe_fallback(folder, engine))
             model = _load_fallback(folder, architecture, kind, device, random_weights)
-        adapters = _room_for_adapters(model, gpu, device, group)
+        adapters = _allocate_adapters(model, gpu, device, group)
         if not kv_memory:
             kv_memory = _memory_for_pages(model, gpu, context, page_size, kind, device, group)
             if gpu.draft:
@@ -211,8 +211,8 @@ class Engine:
         wake: Callable[[], object],
         fetch: Callable[[Adapter], object] | None = None,
     ) -> AnyAdapterPool:
-        """Opens the pool of adapters; see AdapterPool. Raises InvalidConfig for a model without
-        them. On a GPU, its settings must have room for `slots` adapters."""
+        """Opens the pool of adapters; see AdapterPool. Raises InvalidConfig if the model supports
+        none. On a GPU, the engine's settings must have room for `slots` adapters."""
         check_adapters_of(self.architecture)
         if self.gpu_adapters:
             self.adapters = AdapterPool(self.gpu_adapters, slots, allowed, wake, fetch)
@@ -225,7 +225,7 @@ class Engine:
         self.encoder = Encoder(folder, self.kv.device)
 
     def encode(self, inputs: Collection[Sequence]) -> list[bool]:
-        """Computes the embedding model's inputs, whole and together. Whether each is finite."""
+        """Computes inputs of the embedding model in one batch. Returns whether each is finite."""
         assert self.encoder is not None
         pooled = [each.pooled for each in inputs if each.pooled]
         vectors = self.encoder.embed([each.tokens for each in inputs])
@@ -237,8 +237,8 @@ class Engine:
         """Hands the engine to the calling thread, for another role's steps. No step may be in
         flight; weights and pages stay.
 
-        On a GPU, other settings record all steps again: recorded steps keep the share of the GPU
-        that `confine` gave them.
+        On a GPU, changed settings record all steps again, since recorded steps keep the share of
+        the GPU that `confine` set.
         """
         torch.set_num_threads(threads)
         if self.kv.device.type == "cpu" or gpu is None or gpu == self.gpu:
@@ -248,17 +248,17 @@ class Engine:
         if gpu.share < 1:
             confine(gpu.share, str(self.kv.device))
         del self._runner
-        gc.collect()  # it is part of cycles; frees its memory first
+        gc.collect()  # the runner is part of cycles; free its memory first
         torch.cuda.empty_cache()
         self._runner = self.make_runner(gpu)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be planned while the one before runs."""
+        """True if a step may be planned while the one before runs."""
         return self._runner.runs_ahead
 
     def guide(self, work: Work) -> TokenGuide | None:
-        """Keeps an answer to its request's grammar; None without one."""
+        """Returns the guide that keeps an answer to its grammar; None without a grammar."""
         return self.grammars.guide(work)
 
     def launch(self, plan: Plan) -> InFlightStep:
@@ -291,7 +291,6 @@ def _load_fallback(
     device: str,
     random_weights: bool,
 ) -> FallbackModel:
-    """Loads and checks the model."""
     from baton.engine.fallback.fallback_model import load_fallback  # imports transformers
 
     if random_weights:
@@ -336,10 +335,10 @@ def _make_runner(
     return start_runner(model, kv, pool, context, gpu, progress, group, adapters)
 
 
-def _room_for_adapters(
+def _allocate_adapters(
     model: Model | FallbackModel, gpu: GpuSettings, device: str, group: Group | None
 ) -> AdapterSlots | None:
-    """Allocated before pages, which get what is left."""
+    """Called before the pages are allocated, which get the rest of the memory."""
     if not gpu.adapters or device == "cpu" or not isinstance(model, Model):
         return None
     from baton.engine.gpu.adapter_slots import AdapterSlots  # imports triton
@@ -354,7 +353,7 @@ def fingerprint(
     quantization: WeightCodes | Literal["none"] = "none",
     ranks: int = 1,
 ) -> str:
-    """Equal for the same model on any machine, and different for any other (a digest)."""
+    """A digest: equal for the same model on any machine, different for any other model."""
     shape = dataclasses.asdict(architecture)
     if quantization != "none":  # a rank quantizes its part of weights and rows
         groups = [GROUPS[8]] * (quantization == "int8")  # files may hold pages of other groups
@@ -372,7 +371,7 @@ def _empty_pages(
     pages: int,
     where: str,
 ) -> Tensor:
-    """Pages for `device`, allocated on `where`: there, or without memory ("meta")."""
+    """Pages in the layout for `device`, allocated on `where`: there, or on "meta" (no memory)."""
     if page_size < 1:
         raise InvalidConfig(f"a page holds at least 1 token, not {page_size}", field="page_size")
     shape = stored_shape(architecture.pages_shape(pages, page_size), kv_dtype, device)

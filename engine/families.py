@@ -1,4 +1,4 @@
-"""The families of models that run natively: a row of FAMILIES each."""
+"""The families of models that run natively: one row of FAMILIES each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from baton.kernels.routing import Scores
 
 
 class LayerNorms(NamedTuple):
-    """A layer's norms, by the names of their tensors: of what attention and the MLP read, and of
-    what they add to the residual."""
+    """Tensor names of a layer's norms: of the inputs of attention and the MLP, and (`_after`) of
+    what these add to the residual. None: no such norm."""
 
     attention: str | None = "input_layernorm"
     attention_after: str | None = None
@@ -36,8 +36,8 @@ class Family:
     """What distinguishes a family of models."""
 
     class_name: str
-    assumed: dict[str, object]  # where config.json is silent
-    fixed: dict[str, object] = field(default_factory=dict)  # whatever config.json says
+    assumed: dict[str, object]  # values of keys that config.json lacks
+    fixed: dict[str, object] = field(default_factory=dict)  # values that override config.json
     qkv_bias: bool | None = False  # None: as config.json says
     query_key_norm: QueryKeyNorm = "none"
     norms: LayerNorms = NORMS_BEFORE
@@ -54,9 +54,9 @@ class Family:
     router: Scores | None = None  # None: no experts
     shared_gate: bool = False
     expert_biases: bool = False  # of experts and of their router
-    interleaved: bool = False  # the checkpoint keeps experts by inputs, gates and ups in turn
+    interleaved: bool = False  # the checkpoint keeps experts as [inputs, outputs], gate, up in turn
     sinks: bool = False  # each head has a score of no token
-    harmless: dict[str, tuple[object, ...]] = field(default_factory=dict)  # as HARMLESS
+    harmless: dict[str, tuple[object, ...]] = field(default_factory=dict)  # in addition to HARMLESS
 
 
 ASSUMED: dict[str, object] = {
@@ -70,7 +70,7 @@ ASSUMED: dict[str, object] = {
     "max_window_layers": 28,
     "no_rope_layer_interval": 4,
 }
-"""Assumed by every family."""
+"""Values that every family assumes for keys that config.json lacks."""
 
 _QWEN: dict[str, object] = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
 _QWEN |= {"sliding_window": 4096}
@@ -88,7 +88,7 @@ _NO_GROUPS: dict[str, object] = dict.fromkeys(
 _NO_GROUPS |= {"first_k_dense_replace": None}
 _NO_SHARED: dict[str, object] = {"shared_expert_intermediate_size": None}
 _NO_STEPS: dict[str, object] = {"mlp_only_layers": None, "decoder_sparse_step": None}
-"""Keys of other mixtures of experts."""
+"""Keys that only other mixtures of experts have."""
 
 _AS_MIXTRAL: dict[str, object] = {
     **(_NO_GROUPS | _NO_SHARED | _NO_STEPS),

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 class FreePages:
     """Free pages as runs of neighbours, at first one run of all `total`.
 
-    Several pages allocated together are neighbours where possible, so that a transfer merges
-    them into few descriptors. Runs are in buckets by length, each twice as wide as the one
-    before: allocation looks at a few buckets, however many runs there are.
+    Pages allocated together are neighbours if possible, so that a transfer merges them into few
+    descriptors. Runs are in buckets by length, each twice as wide as the one before: allocation
+    looks at a few buckets, however many runs there are.
     """
 
     def __init__(self, total: int) -> None:
         self._count = 0
-        self._ends: dict[int, int] = {}  # of runs [start, end), by start
-        self._starts: dict[int, int] = {}  # and by end
+        self._ends: dict[int, int] = {}  # ends of runs [start, end), by start
+        self._starts: dict[int, int] = {}  # starts of runs, by end
         # The starts of runs of 2^(i-1) to 2^i - 1 pages are the keys of bucket i.
         self._buckets: list[dict[int, None]] = [{} for _ in range(total.bit_length() + 1)]
         if total:
@@ -38,7 +38,7 @@ class FreePages:
             self._insert(start, end)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages; there must be as many."""
+        """Returns `count` pages; there must be as many."""
         pages: list[int] = []
         while len(pages) < count:
             start, end = self._remove(self._choose(count - len(pages)))
@@ -49,7 +49,7 @@ class FreePages:
         return pages
 
     def _choose(self, wanted: int) -> int:
-        """The start of a run that holds `wanted` pages, or else of a long one."""
+        """The start of a run that holds `wanted` pages; if there is none, of one of the longest."""
         fitting = (wanted - 1).bit_length() + 1
         for bucket in self._buckets[fitting:]:
             if bucket:

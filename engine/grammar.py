@@ -1,9 +1,9 @@
-"""Which tokens may come next in an answer that must keep to a grammar.
+"""Computes which tokens may come next in an answer that must match a grammar.
 
-Grammars are compiled and masks made in threads beside the engine's: a mask is started when
-the token before it is known, and waited for when the next one is sampled. A guide's state
-follows from the answer's tokens alone, so another worker can continue it by compiling the
-grammar and following the tokens again.
+Grammars are compiled and masks computed in threads beside the engine's: a mask is started when
+the token before it is known, and awaited when the next one is sampled. A guide's state depends on
+the answer's tokens alone, so another worker can continue it by compiling the grammar and following
+the tokens again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ KEPT_GRAMMARS = 64
 """Compiled grammars kept for requests with the same structure."""
 
 MASK_SECONDS = 10.0
-"""The longest that a step waits; the compiler's own limits are far shorter."""
+"""Limit for a step to wait for a mask; the compiler's own limits are far shorter."""
 
 AHEAD_SECONDS = 0.01
-"""The longest that guesses wait for the mask before them; a grammar may still be compiled."""
+"""Limit for guesses to wait for the mask before them; the grammar may still be compiling."""
 
 
 class Grammars:
@@ -94,26 +94,26 @@ class Grammars:
 
 
 class TokenGuide:
-    """Follows one answer. Owned by the engine's thread; others do its work, in order."""
+    """Follows one answer. Owned by the engine's thread; other threads run its work, in order."""
 
     def __init__(
         self, threads: ThreadPoolExecutor, compiled: Future[LLMatcher], ends: frozenset[int]
     ) -> None:
-        """`ends` are the stop tokens: allowed where the grammar accepts."""
+        """`ends` are the stop tokens, which are allowed where the grammar accepts."""
         self._threads = threads
         self._ends = ends
         self._matcher: Future[LLMatcher] = threads.submit(lambda: compiled.result().deep_copy())
         self._mask: Future[Mask] | None = None
-        self._ahead: Future[list[Mask]] | None = None  # behind each guess
+        self._ahead: Future[list[Mask]] | None = None  # the mask after each guess
 
     def follow(self, tokens: list[int]) -> None:
         """Appends tokens to the answer."""
         self._mask = self._threads.submit(self._next, self._mask, tokens)
 
     def look_ahead(self, guesses: list[int]) -> list[int]:
-        """The guesses that the grammar allows, up to the first that it does not. Until the next
-        token there are masks behind them too. None are kept where that takes long or fails;
-        sampling raises the error."""
+        """Returns the guesses up to the first that the grammar does not allow, and computes the
+        masks after them. Returns none if the mask before them is late or has failed; sampling
+        raises that error."""
         try:
             assert self._mask is not None
             self._mask.result(AHEAD_SECONDS)
@@ -121,11 +121,11 @@ class TokenGuide:
             return []
         matcher = self._matcher.result()
         kept = guesses[: matcher.validate_tokens(guesses)]
-        self._ahead = self._threads.submit(self._masks_behind, matcher.deep_copy(), kept)
+        self._ahead = self._threads.submit(self._masks_after, matcher.deep_copy(), kept)
         return kept
 
     def mask(self, ahead: int = 0) -> Mask:
-        """One number per token: 0 where it may not come next, or behind `ahead` guesses."""
+        """One number per token: 0 if it may not come next, or not after `ahead` guesses."""
         if self._mask is None or (ahead and self._ahead is None):
             raise Internal("a guide has no mask before it follows tokens")
         try:
@@ -145,7 +145,7 @@ class TokenGuide:
             _consume(matcher, tokens)
         return self._mask_of(matcher)
 
-    def _masks_behind(self, matcher: LLMatcher, guesses: list[int]) -> list[Mask]:
+    def _masks_after(self, matcher: LLMatcher, guesses: list[int]) -> list[Mask]:
         masks = []
         for guess in guesses:
             _consume(matcher, [guess])
@@ -163,7 +163,7 @@ class TokenGuide:
 
 
 def _begin(matcher: LLMatcher, tokens: list[int]) -> None:
-    """Consumes the answer's tokens of earlier attempts, or those that the caller has."""
+    """Consumes the answer's first tokens: those of earlier attempts, or of a resumed answer."""
     if tokens and not matcher.consume_tokens(tokens):
         raise InvalidRequest(
             "the answer's tokens do not match its structure", field="resumed_token_ids"
@@ -176,7 +176,8 @@ def _consume(matcher: LLMatcher, tokens: list[int]) -> None:
 
 
 def _fault(error: str) -> BatonError:
-    """llguidance's error as ours: its first line, since the matcher's state follows."""
+    """Translates an error of llguidance. Its first line is the message; the matcher's state
+    follows."""
     first = error.partition("\n")[0]
     if "\nStop: NoExtension" in error:
         return InvalidGrammar(
@@ -188,7 +189,7 @@ def _fault(error: str) -> BatonError:
 
 
 def _end_token(folder: Path) -> int | None:
-    """A token that is never text: the first of the model's end tokens."""
+    """Returns the first of the model's end tokens, which is never text."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             written = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")

@@ -2,9 +2,9 @@
 
 All numbers of a key share one scale. In some models a few of them are a hundred times as large as
 the others, mostly by their biases, and the others are rounded away. So each number of a key is
-divided by a factor, and the queries' by its inverse: products of both stay what they are, to the
-bit, since factors are powers of two. Numbers that are rotated into each other share a factor.
-Factors follow from the weights alone, so all workers have the same.
+divided by a factor, and the same number of a query multiplied by it. Factors are powers of two, so
+products of queries and keys stay the same to the bit. Numbers that are rotated together share a
+factor. Factors depend on the weights alone, so all workers have the same.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from baton.engine.tensor_parallel import SummedNorms
 from baton.kernels.linear import RMSNorm
 
 KEYS, QUERIES = 0.7, 0.3
-"""How far factors follow the sizes of keys' numbers, and the inverse of those of queries: what
-queries weigh most should lose least. Chosen on one model, Qwen2.5-Coder-0.5B; (1, 0) made all
-numbers of a key equally large, and (0.5, 0.5) lost a third more."""
+"""Exponents of a factor: it grows with the size of a key's number and falls with that of the
+queries' one, since numbers that queries weigh most should lose least. Chosen on one model,
+Qwen2.5-Coder-0.5B; (1, 0) made all numbers of a key equally large, and (0.5, 0.5) lost a third
+more."""
 
 LEAST = 2.0**-10
 """The least size of a number, as a share of its head's mean."""
 
 
 def balance_keys(layer: Layer, shape: Architecture) -> Layer:
-    """Multiplies the factors into the norms of queries and keys, or else into qkv."""
+    """Applies the factors to the norms of queries and keys, or to qkv if there are none."""
     if layer.summed_norms:
         query, key = _balance_norms(layer.summed_norms.query, layer.summed_norms.key, shape)
         summed = SummedNorms(query, key, layer.summed_norms.group)

@@ -18,15 +18,15 @@ NORM_EPSILON = 1e-6
 class LatentShape:
     """Sizes of latent attention; see kernels/latent.py."""
 
-    rank: int  # of a latent
-    rotated: int  # of a latent, and of a head's query
-    plain: int  # of a head's query
+    rank: int  # of a latent, without its rotated part
+    rotated: int  # the rotated part of a latent and of a head's query
+    plain: int  # the other part of a head's query
     value: int  # of a head
-    query_rank: int | None  # of what all queries are products of; None: of the residual
+    query_rank: int | None  # of compressed queries; None: queries are not compressed
 
 
 def parse_latent(config: ModelConfig, family: Family) -> LatentShape | None:
-    """None where keys and values are kept by heads."""
+    """Returns None for a model without latent attention."""
     if not family.latent:
         return None
     if config.get("attention_bias", bool):

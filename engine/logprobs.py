@@ -1,11 +1,11 @@
 """Log probabilities of sampled tokens and of prompts, for the requests that ask for them.
 
-They are the model's own: of the logits before temperature, penalties and biases. Rows of
-other requests are not touched.
+They are computed from the logits before temperature, penalties and biases. Rows of other
+requests are not touched.
 
 A token's row gives the probability of the next token. Most prompt rows are computed for their
-keys and values alone; where a request asks for its prompt's, all its rows reach the end of
-the model and are scored a few at a time.
+keys and values alone. If a request asks for log probabilities of its prompt, all its rows run
+through the whole model and are scored a few at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PromptRow(NamedTuple):
     sequence: Sequence
     position: int
     row: int
-    place: int  # among the rows whose logits are needed
+    place: int  # index among the rows whose logits are needed
 
 
 Row = TypeVar("Row")
@@ -62,14 +62,14 @@ class Scores(Generic[Row]):
 def score(
     logits: Tensor, tokens: Tensor | list[int], sequences: list[Sequence]
 ) -> Iterator[Scores[Sequence]]:
-    """logits [B, V] and sampled tokens [B] of `sequences`; scores those that ask for it."""
+    """Scores the sequences that ask for it. logits [B, V], sampled tokens [B]."""
     asking = [row for row, each in enumerate(sequences) if each.work.logprobs is not None]
     for start in range(0, len(asking), GROUP):
         rows = asking[start : start + GROUP]
         some = [sequences[row] for row in rows]
         sampled = torch.as_tensor(tokens, dtype=torch.int32)
         theirs = logits
-        if len(rows) < len(sequences):  # a list of rows makes a GPU wait
+        if len(rows) < len(sequences):  # indexing by a list makes a GPU wait
             theirs, sampled = logits[rows], sampled[rows]
         yield _score(theirs, sampled, some, [each.work.logprobs or 0 for each in some])
 
@@ -77,7 +77,7 @@ def score(
 def score_prompts(
     rows: list[PromptRow], logits_of: Callable[[slice], Tensor]
 ) -> Iterator[Scores[PromptRow]]:
-    """`logits_of` makes the logits [n, V] of some of the rows."""
+    """`logits_of` computes the logits [n, V] of some of the rows."""
     for start in range(0, len(rows), GROUP):
         some = rows[start : start + GROUP]
         logits = logits_of(slice(start, start + GROUP))
@@ -101,9 +101,9 @@ def _score(logits: Tensor, tokens: Tensor, rows: list[Row], wanted: list[int]) -
 def best_tokens(scores: Tensor, count: int) -> Tensor:
     """scores [n, V], float32 -> [n, count], the best first.
 
-    Which of equals topk takes depends on the number of rows on a GPU, and in bfloat16 many are
-    equal. So they are made unequal there: whole numbers in the order of the scores, with the id
-    behind. A CPU takes row by row, and is 10 times as fast without this.
+    On a GPU, which of equal scores topk takes depends on the number of rows, and in bfloat16 many
+    are equal. So there each score becomes an integer in the same order, with the token id in its
+    low bits. A CPU works row by row, and is 10 times as fast without this.
     """
     if count == 0 or scores.device.type == "cpu":
         return scores.topk(count, dim=-1).indices
@@ -114,7 +114,7 @@ def best_tokens(scores: Tensor, count: int) -> Tensor:
 
 
 def prompt_rows(plan: Plan) -> list[PromptRow]:
-    """`plan` is in the order of the step's rows, and so are these."""
+    """The rows of prompts, in the order of the plan and so of the step's rows."""
     rows: list[PromptRow] = []
     if all(each.work.prompt_logprobs is None and each.pooled is None for each in plan):
         return rows

@@ -34,7 +34,7 @@ class ChunkRows:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What all layers of one step share.
+    """A step's inputs, which all layers share.
 
     Rows are tokens: first one for each decoding sequence, then the chunks.
     """
@@ -47,20 +47,20 @@ class StepBatch:
     chunks: list[ChunkRows]
     samples: Tensor  # [n], the rows whose logits are needed, in order
     sample_reads: DecodeReads | None  # of those rows, in the last layer; None without any
-    adapted: AdaptedRows | None = None  # None where no row has an adapter
-    sample_adapted: AdaptedRows | None = None  # the same of `samples`
+    adapted: AdaptedRows | None = None  # None if no row has an adapter
+    sample_adapted: AdaptedRows | None = None  # the same for `samples`
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer's weights. The norms `after` are of what is added to the residual."""
+    """One decoder layer's weights. Norms named `_after` apply to what is added to the residual."""
 
     attention_norm: RMSNorm | None
     qkv: Linear
     latent: LatentHeads | None
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
-    summed_norms: SummedNorms | None  # in place of both, where ranks share what they norm
+    summed_norms: SummedNorms | None  # instead of both, if a norm spans the ranks
     scoring: Scoring
     sinks: Tensor | None  # [heads], float32
     output: Linear
@@ -69,11 +69,11 @@ class Layer:
     mlp: MLP | Experts
     mlp_after: RMSNorm | None
     window: int | None
-    rope: int | None  # its place in the architecture's ropes
-    balance: Tensor | None = None  # what key_balance multiplied qkv's first outputs by
+    rope: int | None  # index in the architecture's ropes
+    balance: Tensor | None = None  # factors by which key_balance scaled qkv's first outputs
 
     def quantize(self, kind: WeightCodes) -> None:
-        """Keeps weights as codes, but those between latents and heads."""
+        """Keeps weights as codes, except those between latents and heads."""
         for part in (self.qkv, self.output, self.mlp):
             part.quantize(kind)
 
@@ -96,7 +96,7 @@ class Model:
         self.head.pack()
 
     def forward(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
-        """Writes the batch's keys and values; the last layer's output for its samples,
+        """Writes the batch's keys and values. Returns the last layer's output for its samples,
         [n, hidden]."""
         return self.run_layers(self.embed(batch.tokens), batch, caches)
 
@@ -108,7 +108,7 @@ class Model:
         return hidden
 
     def run_layers(self, hidden: Tensor, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
-        """`forward` of embedded tokens, which it leaves as they are."""
+        """`forward` from embedded tokens, which it does not change."""
         for layer, cache in zip(self.layers[:-1], caches, strict=False):
             query = self._project(layer, hidden, batch, cache)
             attended = self._attend(layer, query, batch, cache)
@@ -116,7 +116,7 @@ class Model:
         return self._last_layer(hidden, batch, caches[-1])
 
     def _last_layer(self, hidden: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
-        """Writes keys and values of all rows, and computes the rows whose logits are needed."""
+        """Writes keys and values of all rows; computes only rows whose logits are needed."""
         layer = self.layers[-1]
         query = self._project(layer, hidden, batch, cache)
         if batch.sample_reads is None:
@@ -131,7 +131,7 @@ class Model:
         return self.finish_logits(self.head.logits(hidden, self.norm))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """The head's product, which it changes, as logits."""
+        """Turns the head's product into logits, in place."""
         divisor, cap = self.architecture.logit_divisor, self.architecture.logit_cap
         if divisor != 1.0:
             logits.div_(divisor)

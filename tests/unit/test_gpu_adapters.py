@@ -64,7 +64,7 @@ def test_one_batch_of_a_gpu_mixes_adapters_and_the_base(
     for pair in ((0, 1), (1, 2)):
         for each in pair:
             if found[each].digest not in pool.loaded:
-                pool._make_place({found[pair[0]].digest})
+                pool._make_room({found[pair[0]].digest})
                 pool.load_now(found[each])
         adapters = [found[pair[0]], None, found[pair[1]], found[pair[0]]]
         answers = serve(engine, PROMPTS, COUNT, chunk=4, join_every=1, adapters=adapters)
@@ -87,7 +87,7 @@ def test_two_ranks_of_a_gpu_share_adapters_too(
         engine = engine_of(runner, tmp_path / "base", PAGES, PAGE_SIZE)
         pool = engine.open_adapters(1, [str(tmp_path)], lambda: None)
         pool.load_now(found)
-        pool._make_place(())
+        pool._make_room(())
         pool.load_now(found)
         answers = serve(engine, PROMPTS[:2], COUNT, chunk=4, adapters=[found, None])
     for each, prompt, answer in zip((model, base), PROMPTS, answers, strict=False):
