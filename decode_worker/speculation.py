@@ -41,8 +41,8 @@ TRIAL_PERIOD, TRIAL_ROWS, TRIAL_CHANCE = 64, 2, 0.5
 tried: the last measurement may be of a busy moment."""
 
 MOST_FOLLOWED = 64
-"""If steps run ahead, a step with more sequences has no guesses: the host takes 10 to 20 us for each,
-which would be longer than the step."""
+"""If steps run ahead, a step with more sequences has no guesses: the host takes 10 to 20 us for
+each, which would be longer than the step."""
 
 _Chance = tuple[float, Sequence]
 

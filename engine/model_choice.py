@@ -1,6 +1,6 @@
-"""Which engine runs a model: the native one, or transformers' classes (engine/fallback).
+"""Chooses the engine of a model: the native one, or transformers' classes (engine/fallback).
 
-Imports no torch unless the fallback is chosen.
+Does not import torch unless the fallback is chosen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KvDtype = Literal["auto", "int8", "int4", "fp8"]
 """The dtype of keys and values in pages; auto: the model's."""
 
 GPU_INT4_HEAD = 128
-"""Larger heads in int4 are not yet known to have the same bits in every kernel."""
+"""Larger heads in int4 are not yet verified to have the same bits in every kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ AnyArchitecture = Architecture | FallbackArchitecture
 
 
 def uses_fallback(folder: Path, engine: EngineChoice = "auto") -> bool:
-    """Native families run natively unless asked otherwise, or a setting of theirs is one that
-    transformers alone runs."""
+    """True if transformers runs the model. Native families run natively, unless `engine` says
+    otherwise or only transformers supports a setting of the model."""
     if engine != "auto":
         return engine == "transformers"
     if model_type(folder) not in FAMILIES:
@@ -69,7 +69,7 @@ def uses_fallback(folder: Path, engine: EngineChoice = "auto") -> bool:
 
 
 def native_obstacle(folder: Path) -> str | None:
-    """Why the native engine does not run the model, if its family is native."""
+    """Returns why the native engine does not run a model of a native family, else None."""
     if model_type(folder) not in FAMILIES:
         return None
     try:
@@ -80,8 +80,8 @@ def native_obstacle(folder: Path) -> str | None:
 
 
 def choose_dtype(configured: str, device: str, *, fallback: bool = False) -> str:
-    """The configured type, or for "auto" the one that `device` is fastest with. The fallback
-    engine computes in float32 on CPUs: in torch's bfloat16 a row's bits depend on its batch."""
+    """The configured dtype, or for "auto" the fastest one on `device`. The fallback engine
+    computes in float32 on CPUs: in torch's bfloat16 a row's bits depend on its batch."""
     if configured != "auto":
         return configured
     if device != "cpu":
@@ -92,21 +92,20 @@ def choose_dtype(configured: str, device: str, *, fallback: bool = False) -> str
 
 
 def describe_cpu(dtype: str) -> str:
-    """What a CPU computes in, and with what, in one line."""
+    """Describes in one line a CPU's dtype and kernels."""
     from baton.kernels.cpu import compiler  # imports torch
 
     return f"{dtype}, {compiler.describe()}"
 
 
 def model_type(folder: Path) -> str:
-    """As its config.json states it."""
     return read_stated(folder / "config.json").get("model_type", str, "")
 
 
 def read_model(
     folder: Path, engine: EngineChoice = "auto", max_context: int | None = None
 ) -> AnyArchitecture:
-    """The architecture of the model in `folder`, for the engine that runs it; or
+    """The architecture of the model in `folder`, for the engine that runs it. Raises
     UnsupportedModel."""
     if engine == "transformers" or (engine == "auto" and model_type(folder) not in FAMILIES):
         return _inspect(folder)
@@ -119,7 +118,7 @@ def read_model(
 
 
 def _inspected(folder: Path) -> FallbackArchitecture | None:
-    """The model as transformers runs it, if it does."""
+    """The model as transformers runs it; None if it cannot."""
     try:
         return _inspect(folder)
     except UnsupportedModel:
@@ -133,7 +132,7 @@ def _inspect(folder: Path) -> FallbackArchitecture:
 
 
 def served_context(model: AnyArchitecture, max_context: int | None) -> int:
-    """The longest context that is served; InvalidConfig where the model's is shorter."""
+    """The longest context that is served. Raises InvalidConfig if the model's is shorter."""
     if max_context is not None and max_context > model.context_length:
         raise InvalidConfig(
             f"max_context is {max_context}, and the model ({model.family}) has a context of"
@@ -144,7 +143,7 @@ def served_context(model: AnyArchitecture, max_context: int | None) -> int:
 
 
 def check_ranks_of(model: AnyArchitecture, size: int) -> None:
-    """Raises InvalidConfig when `size` ranks cannot share the model."""
+    """Raises InvalidConfig if `size` ranks cannot share the model."""
     if isinstance(model, Architecture):
         check_split(model, size)
     elif size > 1:
@@ -157,8 +156,8 @@ def check_ranks_of(model: AnyArchitecture, size: int) -> None:
 def check_quantization(
     quantization: WeightQuantization, model: AnyArchitecture, device: str, dtype: str
 ) -> None:
-    """Raises InvalidConfig where the model cannot be quantized on such a device and with such
-    numbers; either may be `auto`."""
+    """Raises InvalidConfig if the model cannot be quantized on `device` with `dtype`. Either may
+    be `auto`."""
     if quantization != "none" and (obstacle := _obstacle(quantization, model, device, dtype)):
         raise InvalidConfig(f"{obstacle}; quantization is {quantization}", field="quantization")
 
@@ -181,7 +180,7 @@ def _obstacle(
 
 
 def check_adapters_of(model: AnyArchitecture) -> None:
-    """Raises InvalidConfig when the model's adapters cannot be served."""
+    """Raises InvalidConfig if the model's adapters cannot be served."""
     if not isinstance(model, Architecture):
         raise InvalidConfig(
             "a model that runs through transformers has no adapters yet", field="adapters"
@@ -189,7 +188,8 @@ def check_adapters_of(model: AnyArchitecture) -> None:
 
 
 def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> None:
-    """Raises InvalidConfig where pages cannot be kept so on such a device, or `auto`."""
+    """Raises InvalidConfig if the model's pages cannot have this dtype on `device`, which may be
+    `auto`."""
     if kv_dtype == "auto":
         return
     if not isinstance(model, Architecture):
@@ -200,7 +200,7 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
         obstacle = "pages of latents are not quantized yet"
     elif model.head_dim % SCALE_BYTES:
         obstacle = f"heads of {model.head_dim} numbers, no multiple of 4, are not quantized"
-    elif kv_dtype == "int4" and model.head_dim % 8:  # vectors of codes would not be whole
+    elif kv_dtype == "int4" and model.head_dim % 8:  # codes would not fill whole vectors
         obstacle = f"heads of {model.head_dim} numbers, no multiple of 8, are not kept in int4"
     elif kv_dtype == "int4" and model.head_dim > GPU_INT4_HEAD and device.startswith("cuda"):
         obstacle = f"GPUs have no int4 pages of heads above {GPU_INT4_HEAD} numbers yet"
@@ -210,7 +210,7 @@ def check_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> No
 
 
 def accept_kv_dtype(kv_dtype: KvDtype, model: AnyArchitecture, device: str) -> None:
-    """As check_kv_dtype, and warns in the log."""
+    """Like check_kv_dtype, but also logs a warning about int4."""
     check_kv_dtype(kv_dtype, model, device)
     if note := describe_pages(kv_dtype):
         log.warning("%s", note)
@@ -234,14 +234,14 @@ def stored_shape(shape: tuple[int, ...], kv_dtype: KvDtype, device: str) -> tupl
 
 
 def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:
-    """The architecture of one rank's part; or InvalidConfig."""
+    """The architecture of one rank's part. Raises InvalidConfig if the model cannot be split."""
     check_ranks_of(model, split.size)
     return split.of(model) if isinstance(model, Architecture) else model
 
 
 def describe_fallback(folder: Path, engine: EngineChoice) -> str:
-    """A warning that a model runs through transformers, in one line, and why if it is a native
-    family's."""
+    """A warning in one line that a model runs through transformers, with the reason if its family
+    is native."""
     obstacle = native_obstacle(folder) if engine == "auto" else None
     reason = f" ({obstacle})" if obstacle else ""
     return (

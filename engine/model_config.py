@@ -1,4 +1,4 @@
-"""Typed access to a model's config.json, completed with what its family assumes."""
+"""Typed access to a model's config.json, completed with the values that its family assumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONAL = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
-"""Keys that are obeyed only by families that assume a value for them."""
+"""Keys that only families that assume a value for them obey."""
 
 NULL_MEANS_NONE = (
     "num_key_value_heads",
@@ -73,14 +73,14 @@ class ModelConfig:
 
 
 def read_stated(path: Path) -> ModelConfig:
-    """A config.json as it stands."""
+    """Reads a config.json, without a family's values."""
     if not path.is_file():
         raise ModelNotFound(f"no model in {path.parent}: it has no config.json")
     return ModelConfig(read_json(path))
 
 
 def read_config(path: Path) -> tuple[str, Family, ModelConfig]:
-    """The family's name, the family, and the config with what the family assumes."""
+    """Returns the family's name, the family, and the config with the family's values."""
     stated = read_stated(path)
     name = stated.get("model_type", str, "")
     family = FAMILIES.get(name)

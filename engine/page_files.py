@@ -1,20 +1,20 @@
-"""Pages in files, which a restarted worker finds again.
+"""Keeps pages in files, which a restarted worker finds again.
 
     FOLDER/<root of the keys>/<worker>/<first byte of the key>/<key>
 
-A thread of its own lists, writes and removes files in the order of requests. The restoring
-thread reads. Which files there are is known to engine/second_tier.py.
+A writing thread lists, writes and removes files in the order of requests. The restoring
+thread reads. engine/second_tier.py knows which files there are.
 
 A file is a header, then the page. The header holds everything that gives the bytes meaning
-(the form and the page's key) and their digest. A file appears under its name only when it
-is complete. One that is missing, damaged, truncated, or of another model or version is a
-miss and is removed. When files cannot be written, one warning is logged and writes are
-retried after `RETRY_SECONDS`.
+(the form and the page's key) and their digest. A file gets its name only when it is complete.
+A file that is missing, damaged, truncated, or of another model or version is a miss and is
+removed. When files cannot be written, one warning is logged and writes are retried after
+`RETRY_SECONDS`.
 
 Version history of the format:
 
     1   magic, version, root, dtype, tokens, bytes and key of the page, and its digest; then the
-        page. Pages with a slice of the layers have keys of one byte more, slice 0's a zero
+        page. If pages hold a slice of the layers, keys have one more byte: the slice's number
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from baton.engine.page_memory import PageBytes
 log = logging.getLogger(__name__)
 
 MOST_WRITES = 64
-"""Pages that may wait to be written; further pages are refused meanwhile."""
+"""Limit of pages that wait to be written; further pages are refused."""
 RETRY_SECONDS = 60.0
 MAGIC = b"baton kv"
 VERSION = 1
@@ -101,7 +101,7 @@ class PageFiles:
 
     @property
     def accepts_pages(self) -> bool:
-        """Whether a page can be written now."""
+        """True if a page can be written now."""
         if self.pending >= MOST_WRITES or not self.capacity:
             return False
         return not self.failing or time.monotonic() >= self._failing_until
@@ -148,7 +148,7 @@ class PageFiles:
     # Called by the restoring thread.
 
     def read(self, key: bytes, into: PageBytes) -> bool:
-        """Fills `into` [bytes]. False when the file is not that page; it is then removed."""
+        """Fills `into` [bytes]. Removes the file and returns False if it is not that page."""
         path = self._path(key)
         try:
             with open(path, "rb") as file:

@@ -1,15 +1,14 @@
 """The page pool of a model whose layers have different windows.
 
-A lease of a sequence has a table of pages for each slice of the layers
-(core/page_reach.py). Tables without a window hold all pages, the others those that a query
-behind the last full page may see: `advance` returns the rest, and complete pages stay in the
-cache.
+A sequence's lease has a table of pages for each slice of the layers (core/page_reach.py). Tables
+without a window hold all pages. Tables with a window hold the pages that a query after the last
+full page may see: `advance` returns the others, and complete pages stay in the cache.
 
-A hit of n pages needs all n of the slices without a window and the last ones, as far as the
-window reaches back, of the others.
+A hit of n pages needs all n pages of slices without a window. Of the other slices it needs the
+last pages, as far as the window reaches back.
 
-A transfer lists the pages of a prompt in one order at both ends: by their place in the prompt,
-then by slice, without those out of reach once the prompt is computed.
+Both ends of a transfer list a prompt's pages in one order: by their place in the prompt, then by
+slice, without the pages that are out of reach once the prompt is computed.
 
     tokens          0 ……………………………………… n
     no window       [0][1][2][3][4][5][6]
@@ -28,11 +27,11 @@ from baton.core.page_reach import Window, first_kept
 from baton.engine.page_pool import Lease, PagePool
 
 GONE = -1
-"""Stands in a table for a page that was returned, or was never there."""
+"""A table's entry for a page that was returned or never allocated."""
 
 
 class GroupedLease(Lease):
-    """`pages` is the table of slice 0. `found` and `named` count places of all tables."""
+    """`pages` is the table of slice 0. `found` and `named` count entries of each table."""
 
     __slots__ = ("_grouped", "_passed", "_passed_keys", "_tables")
 
@@ -40,7 +39,7 @@ class GroupedLease(Lease):
         super().__init__(pool, tables[0], found)
         self._grouped = pool
         self._tables = tables
-        self._passed = [table.count(GONE) for table in tables]  # gone pages, at the front
+        self._passed = [table.count(GONE) for table in tables]  # gone pages at the front
         self._passed_keys: list[bytes] = []
 
     @property
@@ -53,7 +52,7 @@ class GroupedLease(Lease):
 
     @property
     def passed(self) -> Sequence[int]:
-        """How many pages at the front of each table are gone."""
+        """The number of pages at the front of each table that are gone."""
         return self._passed
 
     @property
@@ -72,7 +71,7 @@ class GroupedLease(Lease):
         return self._listed(start, end, self._grouped.first_pages(tokens))
 
     def _listed(self, start: int, end: int, firsts: Sequence[int]) -> list[int]:
-        """Pages number `start` to `end`, of each table from its first on."""
+        """Pages `start` to `end` of all tables, without those before each table's first."""
         tables = list(zip(firsts, self._tables, strict=True))
         return [
             table[place]
@@ -158,7 +157,7 @@ class GroupedPool(PagePool):
     def extend_hit(
         self, keys: Sequence[bytes], known: Container[bytes], start: int = 0, tokens: int = 0
     ) -> int:
-        """With `tokens`, no query is at an earlier position."""
+        """`tokens`: no query is at an earlier position."""
         count = len(keys)
         for number, window in enumerate(self._windows):
             if window is None:
@@ -191,14 +190,14 @@ class GroupedPool(PagePool):
         ]
 
     def cost(self, count: int, keys: Sequence[bytes] = ()) -> int:
-        """Includes what tables with a window need as their sequence advances."""
+        """Includes pages that tables with a window need as their sequence advances."""
         known = self._known(keys, self.find(keys), 0)
-        most = zip(known, self._most, strict=True)
-        wanted = int(sum(min(count - table.count(GONE), most) for table, most in most))
+        tables = zip(known, self._most, strict=True)
+        wanted = int(sum(min(count - table.count(GONE), most) for table, most in tables))
         return self.lease_cost(_pages(known), wanted)
 
     def acquire(self, count: int, keys: Sequence[bytes] = ()) -> Lease:
-        """Tables with a window get pages as `cover` asks for them."""
+        """Tables with a window get their pages later, from `cover`."""
         self._require(self.cost(count, keys))
         found = self.find(keys)
         self._count_lookup(keys, found)
@@ -243,7 +242,7 @@ class GroupedPool(PagePool):
         return self._add_lease(GroupedLease(self, tables, found))
 
     def grow(self, tables: list[list[int]], ends: Sequence[int]) -> None:
-        """Adds pages to each table up to its end, neighbours where a transfer lists them so."""
+        """Adds pages to each table up to its end, in the order in which a transfer lists them."""
         missing = [max(0, end - len(table)) for table, end in zip(tables, ends, strict=True)]
         fresh = iter(self._allocate(sum(missing)))
         for place in range(min(map(len, tables)), max(ends)):
@@ -257,7 +256,7 @@ def _pages(tables: Sequence[Sequence[int]]) -> list[int]:
 
 
 def make_pool(total: int, page_size: int, windows: Sequence[Window]) -> PagePool:
-    """The pool of a model whose slices of layers have these windows."""
+    """Makes the pool of a model whose slices of layers have these windows."""
     if list(windows) == [None]:
         return PagePool(total, page_size)
     return GroupedPool(total, page_size, windows)

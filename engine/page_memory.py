@@ -1,11 +1,11 @@
-"""Copies of pages between a pool and rows of host memory.
+"""Copies pages between a pool and rows of host memory.
 
-Where several ranks share a worker's model, a row is memory that all of them map:
+If several ranks share a worker's model, a row is memory that all of them map:
 
     a row   [rank, bytes]: a whole page, as the heads of rank 0, then those of rank 1, …
 
-Rank 0 decides which page goes to which row and sends that to the others over sockets; each
-rank copies its own heads. Only rank 0 reads or writes whole rows, as for files.
+Rank 0 decides which page goes to which row and tells the others over sockets; each rank copies
+its own heads. Only rank 0 reads or writes whole rows, for files.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ PageBytes = numpy.typing.NDArray[numpy.uint8]
 
 
 class PageMemory(Protocol):
-    """Copies between a pool's pages and rows. Each direction may have a thread of its own,
-    beside the engine's."""
+    """Copies between a pool's pages and rows. Each direction may run on its own thread, beside the
+    engine's."""
 
     @property
     def staging(self) -> int:
-        """The row behind those asked for, through which pages come from files."""
+        """The row after the requested ones, through which pages come from files."""
 
-    def row(self, row: int) -> PageBytes:
-        """The bytes of a row."""
+    def row(self, row: int) -> PageBytes: ...
 
     def copy(self, moves: Sequence[Move], *, restore: bool = False) -> None:
         """Copies pages into rows, or back to restore them. Returns when the bytes are there."""
@@ -80,7 +79,7 @@ class CpuMemory:
 
 
 class CudaMemory:
-    """For a GPU's pool: page-locked rows, and a stream per direction beside the steps."""
+    """For a pool on a GPU: page-locked rows, and a stream for each direction beside the steps."""
 
     def __init__(self, kv: Tensor, room: PageBytes) -> None:
         self._pages = _bytes_of(kv)
@@ -131,8 +130,8 @@ class RankMemory:
 def share_rows(
     kv: Tensor, split: Split, rows: int, file: int, others: Sequence[Connection]
 ) -> RankMemory:
-    """Makes the rows in the empty memory file `file` that all ranks have, for the pool `kv`
-    [page, ...], and lets the others map them. On rank 0."""
+    """Called on rank 0: allocates rows for the pool `kv` [page, ...] in the empty memory file
+    `file`, which all ranks have, and lets the others map them."""
     os.ftruncate(file, (rows + 1) * split.size * kv[0].nbytes)
     for other in others:
         other.send("rows")
@@ -142,7 +141,7 @@ def share_rows(
 
 
 def follow_copies(kv: Tensor, split: Split, file: int, first: Connection) -> None:
-    """Copies as rank 0 orders, until the connection `first` ends. On other ranks."""
+    """Called on other ranks: copies as rank 0 orders, until the connection `first` ends."""
     first.recv()
     room = _map_rows(file, kv, split)
     memory = page_memory(kv, len(room) - 1, room[:, split.rank])

@@ -1,4 +1,4 @@
-"""Which lease holds which page. The life of a page:
+"""Keeps which lease holds which page. The life of a page:
 
               acquire, extend                     last release,
     ┌──────┐                  ┌────────┐          contents known  ┌────────┐
@@ -18,7 +18,7 @@ cached pages are evicted. engine/prefix_cache.py indexes known contents and orde
 engine/second_tier.py keeps evicted pages. engine/page_groups.py has the pool of a model whose
 layers have different windows.
 
-`free` counts pages that can be leased at once: the free and the cached.
+`free` counts pages that can be leased at once: the free and the cached ones.
 
 Only the thread that owns the pool may call it.
 """
@@ -62,7 +62,7 @@ class Lease:
 
     @property
     def pinned(self) -> bool:
-        """Whether a step in flight uses the pages."""
+        """True if a step in flight uses the pages."""
         return self._pins > 0
 
     @property
@@ -82,16 +82,16 @@ class Lease:
 
     @property
     def fresh(self) -> list[int]:
-        """The pages behind those that were found."""
+        """The pages after the found ones."""
         return self.pages[self.found :]
 
     @property
     def held_before(self) -> int:
-        """How many pages come before the fresh ones in what a prompt's transfer lists."""
+        """The number of pages before the fresh ones in the list of a prompt's transfer."""
         return self.found
 
     def listed(self, start: int, end: int, tokens: int) -> list[int]:
-        """The pages that a transfer of `tokens` tokens lists, of those number `start` to `end`."""
+        """Those of the pages `start` to `end` that a transfer of `tokens` tokens lists."""
         return self.pages[start:end]
 
     def pin(self) -> None:
@@ -113,16 +113,15 @@ class Lease:
         return count - len(self.pages)
 
     def cover(self, count: int) -> None:
-        """Grows to `count` pages of tokens, unless it has as many; or raises Exhausted and changes
-        nothing."""
+        """Grows to at least `count` pages of tokens, or raises Exhausted and changes nothing."""
         self.extend(max(0, self.missing(count)))
 
     def advance(self, tokens: int) -> None:
-        """Returns pages that are seen neither by the tokens from number `tokens` on, nor by a
+        """Returns pages that are out of reach of tokens from position `tokens` on, and of a
         sequence that continues after the last full page."""
 
     def name(self, keys: Sequence[bytes]) -> None:
-        """Declares the pages of these keys, counted from the first, complete."""
+        """Marks the first pages, whose keys these are, as complete."""
         for page, key in zip(self.pages[self.named : len(keys)], keys[self.named :], strict=True):
             self._name(page, key)
         self.named = max(self.named, len(keys))
@@ -132,11 +131,11 @@ class Lease:
             self._copies[page] = key
 
     def retain(self, keys: Sequence[bytes], seconds: float) -> None:
-        """Delays the eviction of the pages of these keys, counted from the first."""
+        """Delays the eviction of the first pages, whose keys these are."""
         self._pool.cache.retain(keys, seconds)
 
     def share_copies(self) -> None:
-        """Replaces each copy by the known page. Only before a step uses the lease."""
+        """Replaces copies of known pages by these. Only allowed before a step uses the lease."""
         self._pool._share_copies(self)
 
     def forget(self) -> None:
@@ -180,7 +179,7 @@ class EmptyTier:
         """Settles finished copies and starts others. Never waits."""
 
     def restore_pages(self, keys: Sequence[bytes]) -> int:
-        """Starts to restore the pages that follow those the pool knows; returns how many."""
+        """Starts to restore the pages that follow the known ones; returns how many."""
         return 0
 
     def is_restoring(self, key: bytes) -> bool:
@@ -190,14 +189,14 @@ class EmptyTier:
         """Drops a page whose contents must not be used again."""
 
     def check(self) -> str:
-        """Empty when the tier's state is consistent; else what is wrong."""
+        """Returns what is inconsistent in the tier's state, "" if nothing is."""
         return ""
 
 
 class PagePool:
     """`total` pages, numbered from 0, of `page_size` tokens each."""
 
-    slices = 1  # of the layers: `page_size` tokens take a page of each
+    slices = 1  # of the layers; `page_size` tokens take one page of each
 
     def __init__(self, total: int, page_size: int, root: bytes | None = None) -> None:
         """`root` is the root of page keys; without one nothing is cached."""
@@ -227,7 +226,7 @@ class PagePool:
 
     @property
     def returning(self) -> bool:
-        """Whether pages return when the steps and copies in flight have ended."""
+        """True if pages return when the steps and copies in flight have ended."""
         return bool(self.second_tier.leases) or any(lease.released for lease in self._leases)
 
     def pages_for(self, tokens: int) -> int:
@@ -243,11 +242,11 @@ class PagePool:
         return min(limit, self.total * self.page_size)
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """How many pages at the front of a sequence are cached."""
+        """The number of pages at the front of a sequence that are cached."""
         return len(self.cache.find(keys))
 
     def extend_hit(self, keys: Sequence[bytes], known: Container[bytes], start: int = 0) -> int:
-        """As `find`, if the cache had `known` too. The first `start` pages are found anyway."""
+        """Like `find`, for the keys `known`. The first `start` pages count as found."""
         places = range(start, len(keys))
         return next((place for place in places if keys[place] not in known), len(keys))
 
@@ -260,8 +259,8 @@ class PagePool:
         return self.lease_cost(self.cache.find(keys), count)
 
     def acquire(self, count: int, keys: Sequence[bytes] = ()) -> Lease:
-        """A lease of `count` pages for a sequence to compute, or Exhausted. Known pages of `keys`
-        are shared."""
+        """Leases `count` pages for a sequence to compute, or raises Exhausted. Known pages of
+        `keys` are shared."""
         self._require(self.cost(count, keys))
         found = self.cache.find(keys)
         self._count_lookup(keys, len(found))
@@ -272,7 +271,7 @@ class PagePool:
         return self.cost(self.pages_for(tokens), keys)
 
     def receive(self, tokens: int, keys: Sequence[bytes]) -> Lease:
-        """As `acquire`, for a sequence whose first `tokens` tokens another worker computes."""
+        """Like `acquire`, for a sequence whose first `tokens` tokens another worker computes."""
         return self.acquire(self.pages_for(tokens), keys)
 
     def growth(self, lease: Lease, tokens: int) -> int:
@@ -284,7 +283,7 @@ class PagePool:
         return count - sum(self._holders[page] > 0 for page in known)
 
     def lease(self, known: list[int], more: int = 0) -> Lease:
-        """A lease of known pages to read, and of `more` free pages behind them."""
+        """A lease of known pages to read, and of `more` free pages after them."""
         for page in known:
             self._hold(page)
         return self._add_lease(Lease(self, known + self._allocate(more), len(known)))
@@ -325,9 +324,10 @@ class PagePool:
             self.second_tier.forget(key)
 
     def check_integrity(self, held: int | None = None) -> str:
-        """Empty when every page is free, cached, or held by as many leases as it counts.
+        """Returns "" if every page is free, cached, or held by as many leases as it counts, else
+        what is wrong.
 
-        `held` is how many pages the owner holds, without those that the second tier copies.
+        `held` is the number of pages that the owner holds, without those of second-tier copies.
         """
         leased = self._leased_by_owner() if held is not None else 0
         if held is not None and held != leased:

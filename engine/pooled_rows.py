@@ -1,4 +1,4 @@
-"""A prompt's embedding: the mean of its hidden states, or the last one, as steps compute them."""
+"""A prompt's embedding, collected over its steps: the mean of its hidden states, or the last."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from baton.engine.sequence import Sequence  # which has them
+    from baton.engine.sequence import Sequence  # imports this module
 
 
 class PooledRows:
-    """The rows of one prompt that were computed so far."""
+    """The sum of one prompt's rows so far."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None  # [hidden], float64, on the host
@@ -55,10 +55,10 @@ def pool_rows(
     normed: Callable[[], Tensor],
     indices: Callable[[list[int]], Tensor],
 ) -> PooledStep | None:
-    """Sums the rows of embeddings; None where there are none.
+    """Sums the rows of embeddings; None if there are none.
 
-    `sequences` are those of the rows that the last layer has computed, `normed` makes these
-    [n, hidden], and `indices` is a list on their device.
+    `sequences` has the sequence of each row that the last layer computed. `normed` returns these
+    rows [n, hidden], and `indices` makes a tensor of a list on their device.
     """
     places: defaultdict[Sequence, list[int]] = defaultdict(list)
     for place, sequence in enumerate(sequences):
@@ -68,7 +68,7 @@ def pool_rows(
         return None
     counts = {sequence: len(held) for sequence, held in places.items()}
     rows = normed()[indices([place for held in places.values() for place in held])]
-    # In float64, since a prompt has many, and in one order. Unsafe: without waiting for a check.
+    # In float64, since a prompt has many rows, and in one order. `unsafe` skips a check that waits.
     totals = torch.segment_reduce(
         rows.double(), "sum", lengths=indices(list(counts.values())), unsafe=True
     )

@@ -2,9 +2,9 @@
 
 A full page is stored under its key (core/page_keys.py), leased or not. Known pages without
 a lease are idle; the longest idle is evicted first, and retained pages after others.
-A lease returns its pages from the last to the first, and retains pages
-from the first on, so what follows a prefix is evicted before the prefix: leaves go first, without
-a tree. With a second tier, idle pages that it does not hold are unsaved.
+A lease returns its pages from the last to the first and retains pages from the first on.
+So what follows a prefix is evicted before the prefix: leaves go first, without a tree.
+With a second tier, idle pages that it does not hold are unsaved.
 
 Owned by the pool and its thread.
 """
@@ -19,14 +19,14 @@ from collections.abc import Callable, Container, Iterable, Iterator, KeysView, S
 from operator import eq
 
 LEAST_OUTDATED = 64
-"""Outdated entries of the heap of retained pages that are not worth rebuilding it."""
+"""With fewer outdated entries, the heap of retained pages is not rebuilt."""
 
 
 class KeySet(dict[bytes, None]):
-    """Keys in the order in which they came."""
+    """A set of keys in the order of insertion."""
 
     def toggle(self, key: bytes) -> None:
-        """Adds a key, or removes it where it is there."""
+        """Adds a key, or removes it if present."""
         if key in self:
             del self[key]
         else:
@@ -41,17 +41,17 @@ class KeySet(dict[bytes, None]):
 class IdlePages:
     """Known pages without a lease, in the order of eviction: the longest idle first.
 
-    A retained page counts as used until its time is over. Retention changes the order and holds
-    nothing: where no other page is left, retained ones are evicted, first those whose time ends
-    first. At most `most_retained` pages are, so that those of hints do not crowd out all others.
+    A retained page counts as used until its time is over. Retention only changes the order: if no
+    other page is left, retained ones are evicted, those whose time ends first before others. At
+    most `most_retained` pages are retained, so that hints do not crowd out all other pages.
     """
 
     def __init__(self, most_retained: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_retained = most_retained
         self.clock = clock
         self._used: OrderedDict[int, None] = OrderedDict()  # the longest idle first
-        # The end of a page's time, and a number that orders pages of one end. An entry of the heap
-        # that differs from the page's here is outdated.
+        # By page: the end of its time, and a number that orders pages of the same end. A heap entry
+        # that differs from the page's entry here is outdated.
         self._retained: dict[int, tuple[float, int]] = {}
         self._ends: list[tuple[float, int, int]] = []
         self._numbers = itertools.count()
@@ -67,14 +67,14 @@ class IdlePages:
         return itertools.chain(self._used, self._retained)
 
     def add(self, page: int, until: float) -> None:
-        """Adds a page that was used just now, unless it is there."""
-        if not until and not self._retained:  # without hints this is all
+        """Adds a page that was used just now, unless present."""
+        if not until and not self._retained:  # always, without hints
             self._used.setdefault(page, None)
         elif page not in self:
             self._place(page, until)
 
     def touch(self, page: int, until: float) -> None:
-        """Counts as use of a page, if it is there."""
+        """Counts as use of a page, if present."""
         if page in self:
             self.discard(page)
             self._place(page, until)
@@ -108,13 +108,13 @@ class IdlePages:
             heapq.heapify(self._ends)
 
     def _expire(self) -> None:
-        """Counts retained pages whose time is over as used at its end."""
+        """Counts retained pages whose time is over as used when it ended."""
         now = self.clock() if self._retained else 0.0
         while self._retained and self._first_end() <= now:
             self._used[self._pop_first()] = None
 
     def _first_end(self) -> float:
-        """Drops outdated entries of the heap."""
+        """Drops outdated entries of the heap and returns the first end."""
         while self._retained.get(self._ends[0][2]) != self._ends[0][:2]:
             heapq.heappop(self._ends)
         return self._ends[0][0]
@@ -203,7 +203,7 @@ class PrefixCache:
         return self._keys.get(page)
 
     def store(self, key: bytes, page: int) -> bool:
-        """Stores a leased page. False when the key already has another page."""
+        """Stores a leased page. Returns False if the key already has another page."""
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key
@@ -231,7 +231,8 @@ class PrefixCache:
         self._copied.add(page)
 
     def rest(self, page: int) -> bool:
-        """Marks a page as unleased. False when its contents are unknown, so that it is free."""
+        """Marks a page as unleased. Returns False if its contents are unknown, so that it is
+        free."""
         self._copied.discard(page)
         if page not in self._keys:
             return False
@@ -241,14 +242,14 @@ class PrefixCache:
         return True
 
     def touch(self, key: bytes) -> None:
-        """Counts the end of a copy's use as use of the key's page."""
+        """Counts as use of the key's page. Called when a lease returns a copy of it."""
         page = self._pages[key]
         self._idle.touch(page, self._until.get(page, 0.0))
         if page in self._unsaved:
             self._unsaved.move_to_end(page)
 
     def retain(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Counts known pages as used for the next `seconds`, unless they are for longer. Idle
+        """Counts known pages as used for the next `seconds`, if that is longer than before. Idle
         pages move in the order of eviction with their next use."""
         until = self._idle.clock() + seconds
         for key in keys:
@@ -257,7 +258,7 @@ class PrefixCache:
                 self._until[page] = max(until, self._until.get(page, 0.0))
 
     def oldest_unsaved(self, count: int) -> list[tuple[bytes, int]]:
-        """Keys and pages of the longest idle."""
+        """Keys and pages of the unsaved pages that are idle longest."""
         return [(self._keys[page], page) for page in itertools.islice(self._unsaved, count)]
 
     def unsave(self, key: bytes) -> None:
@@ -278,7 +279,7 @@ class PrefixCache:
         return pages
 
     def check(self) -> str:
-        """Empty when the index is consistent; else what is wrong."""
+        """Returns what is inconsistent in the index, "" if nothing is."""
         pages = map(self._pages.get, self._keys.values())
         if len(self._pages) != len(self._keys) or not all(map(eq, pages, self._keys)):
             return "a key and its page do not match"

@@ -1,10 +1,10 @@
 """Guesses the next tokens of a sequence: what followed the same tokens before, in its prompt or
-its answer, in earlier answers to the same tenant, or in the answer as the caller predicts it.
+its answer, in earlier answers to the same tenant, or in the answer that the caller predicts.
 
-A match that goes on is followed token by token, so it grows without a search, and beyond what the
-answer changes in it (engine/text_match.py). A few are followed at once, and the one whose next
-guess is the likeliest is guessed from. Each token that comes is compared with the one guessed for
-it, whether or not that was run. So the chance of a guess is known without trying, by its kind.
+A match is followed token by token, so it grows without a search, and continues after edits
+(engine/text_match.py). A few matches are followed at once; guesses come from the one whose next
+guess is the likeliest. Each new token is compared with its guess, even if no step ran that guess.
+So the share of right guesses of each kind is known without trials.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ from baton.engine.text_match import (
 from baton.engine.token_index import LONG, TokenIndex, last_runs
 
 MOST_INDEXED = 1 << 14
-"""Of a prompt, the last tokens that are indexed."""
+"""A prompt's last tokens that are indexed."""
 
 MOST_KEPT, MOST_TENANTS = 1 << 13, 32
-"""Tokens of a tenant's answers in one generation, of which there are two; and tenants."""
+"""Tokens of a tenant's answers in each of two generations, and the number of tenants."""
 
 MOST_MATCHES = 3
-"""Places that are followed at once."""
+"""Matches that are followed at once."""
 
 PRIORS = {SHORT_MATCH: 0.3, MATCH: 0.6, LONG_MATCH: 0.85, RESUMED: 0.5, SHIFTED: 0.3, EDITED: 0.5}
-"""By kind of guess: the share of right ones that is assumed at first."""
+"""The share of right guesses that is assumed at first, by kind."""
 
 
 def new_acceptance() -> Acceptance:
-    """Of guesses, by their kind."""
     return Acceptance([PRIORS[kind] for kind in range(len(PRIORS))])
 
 
 class PastAnswers:
-    """What tenants were answered lately. Nobody's guesses come from another tenant's answers:
-    how fast an answer comes must not say what others asked."""
+    """Recent answers to each tenant. Guesses never come from another tenant's answers: the speed
+    of an answer must not reveal what others asked."""
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, list[TokenIndex]] = OrderedDict()
 
     def of(self, tenant: str) -> list[TokenIndex]:
-        """The latest first."""
+        """A tenant's answers, the latest generation first."""
         return self._tenants.get(tenant, [])
 
     def add(self, tenant: str, tokens: list[int]) -> None:
@@ -65,8 +64,8 @@ class PastAnswers:
 
 
 class PromptLookup:
-    """Of one sequence; `tokens` is its own list, which grows, and whose answer begins at `answer`.
-    `past` are other texts."""
+    """Guesses for one sequence. `tokens` is the sequence's own list, which grows; its answer begins
+    at `answer`. `past` are other texts."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class PromptLookup:
         self.follow()
 
     def follow(self) -> None:
-        """Takes over what was added to the tokens."""
+        """Advances by the tokens that were added since the last call."""
         for position in range(self._known, len(self._source)):
             self._advance(self._source[position])
         self._known = len(self._source)
@@ -105,7 +104,8 @@ class PromptLookup:
         return Offer(guesses, self._acceptance.chances(kinds))
 
     def _advance(self, token: int) -> None:
-        """Looks for the runs that end with `token`, and adds them."""
+        """Advances the matches by `token`, searches for the runs that end with it, and indexes
+        them."""
         if self._matches:
             if self._best and (guess := self._best.next_guess()) is not None:
                 self._acceptance.note(self._best.kind, right=guess == token)
@@ -117,7 +117,7 @@ class PromptLookup:
 
     def _search(self, runs: list[tuple[int, int]]) -> None:
         for size, key in runs:
-            # What others said is worth a guess only after a long run.
+            # Other texts are worth a guess only after a long run.
             for text in (self._own, *(self._past if size == LONG else ())):
                 place = text.find(key)
                 if place is not None and not self._ends(text, place):
@@ -137,5 +137,5 @@ class PromptLookup:
         return match.share(self._acceptance.share(match.kind)), match.length
 
     def _ends(self, text: TokenIndex, place: int) -> bool:
-        """Whether nothing is known to follow. What is in the sequence itself always goes on."""
+        """True if nothing follows in the text. In the sequence itself something always does."""
         return text is not self._own and place == len(text.tokens)

@@ -1,4 +1,4 @@
-"""What a model loses by its dtype or quantization, against itself in float32, on a fixed text.
+"""Measures what a model loses by its dtype or quantization, on a fixed text, against float32.
 
 The text is a story (quality.txt) with inserted facts, which are repeated at its end. Both models
 prefill it, so each token is predicted from the same tokens before it. The story's tokens are
@@ -25,7 +25,7 @@ from baton.engine.sequence import Sequence
 STORY = Path(__file__).with_name("quality.txt")
 FACT = " The number of the {} box is"
 FACTS = {"red": 4172, "green": 9036, "blue": 2518, "white": 7843, "black": 6391, "brown": 5207}
-"""In the order of the text; they are repeated in that of their names."""
+"""In the order of the text. At its end they are repeated in the order of their names."""
 
 DEPTHS = (0, 256, 1024, 2048)
 CHUNK_TOKENS = 256
@@ -61,8 +61,8 @@ class Quality(NamedTuple):
 
 
 def measure(folder: Path, device: str, **kept: Any) -> Quality:
-    """The quality of the model in `folder`, loaded with the options `kept` of Engine.load. It is
-    loaded twice, one after the other."""
+    """Measures the model in `folder`, loaded with the options `kept` of Engine.load. Before that
+    it is loaded in float32."""
     exam = make_exam(folder)
     reference, scores = (
         score_loaded(folder, exam.tokens, device=device, **options)
@@ -72,11 +72,11 @@ def measure(folder: Path, device: str, **kept: Any) -> Quality:
 
 
 def make_exam(folder: Path) -> Exam:
-    """The exam in the tokens of the model in `folder`."""
+    """Makes the exam in the tokens of the model in `folder`."""
     tokenizer = Tokenizer.from_str(model_store.tokenizer_text(folder))
     tokenizer.no_truncation()
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    tokens: list[int] = tokenizer.encode("").ids  # a first token, where the model has one
+    tokens: list[int] = tokenizer.encode("").ids  # the first token, if the model has one
     story: list[int] = []
     paragraphs = STORY.read_text(encoding="utf-8").split("\n\n")
     facts = iter(FACTS)
@@ -124,7 +124,7 @@ def score(engine: Engine, tokens: list[int]) -> list[Logprobs]:
 
 
 def compare(exam: Exam, scores: list[Logprobs], reference: list[Logprobs]) -> Quality:
-    """`scores` of one model, `reference` of the same in float32."""
+    """Compares `scores` with `reference`, those of the same model in float32."""
     depths = [*(depth for depth in DEPTHS if depth < len(exam.tokens)), len(exam.tokens)]
     compared = partial(_compare_span, exam, scores, reference)
     return Quality(

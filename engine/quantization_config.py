@@ -1,4 +1,4 @@
-"""How a checkpoint keeps quantized weights, from the quantization_config of its config.json.
+"""Parses how a checkpoint keeps quantized weights: the quantization_config of its config.json.
 
 Which weights are quantized is not parsed: a module that `ignore` or `modules_to_not_convert` names
 has a plain tensor in the checkpoint, and the others have codes and scales
@@ -15,14 +15,14 @@ from baton.engine.model_config import ModelConfig
 
 Method = Literal["compressed-tensors", "fp8", "awq", "gptq", "mxfp4"]
 Zeros = Literal["stored", "less one", "middle"]
-"""Zero points as they are stored, or one less; or all in the middle of the codes' range."""
+"""Zero points are stored, or stored less one, or all in the middle of the codes' range."""
 
 PACKED_BITS = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How weights are kept. What differs by tensor is found in the tensors' shapes."""
+    """How weights are kept. What differs between tensors follows from their shapes."""
 
     method: Method
     bits: int = 8  # of AWQ's and GPTQ's codes
@@ -32,9 +32,9 @@ class Quantization:
 
 
 def parse_quantization(config: ModelConfig, *, interleaved: bool) -> Quantization | None:
-    """The quantization that a model's config states, or UnsupportedModel.
+    """Parses the quantization that a model's config states. Raises UnsupportedModel.
 
-    interleaved: the model's experts are kept by inputs, which MXFP4 alone does.
+    interleaved: the model's experts are kept as [inputs, outputs], which only MXFP4 supports.
     """
     if "quantization_config" not in config:
         return None
@@ -50,7 +50,7 @@ def parse_quantization(config: ModelConfig, *, interleaved: bool) -> Quantizatio
 
 
 def _compressed_tensors(stated: ModelConfig) -> Quantization:
-    """Weights of each config group as its tensors' shapes say, but for the size of blocks."""
+    """Config groups only give the size of blocks: the rest follows from the tensors' shapes."""
     for key in ("sparsity_config", "transform_config"):
         if stated.nested(key).values.get("format", stated.nested(key).values) not in ({}, "dense"):
             _refuse(f"with a {key}")
@@ -109,8 +109,8 @@ def _awq(stated: ModelConfig) -> Quantization:
 
 
 def _gptq(stated: ModelConfig) -> Quantization:
-    """Zero points of symmetric weights are not read: some quantizers write them as they are where
-    they say that they write them less one."""
+    """Zero points of symmetric weights are not read: some quantizers claim to store them less one
+    and do not."""
     layout = stated.get("checkpoint_format", str, stated.get("format", str, "gptq"))
     if layout not in ("gptq", "gptq_v2"):
         _refuse(f"of GPTQ in layout {layout!r}")
@@ -134,7 +134,7 @@ PARSERS = {
 
 
 def _group(stated: ModelConfig) -> int | None:
-    """None: one group of all inputs, for which `group_size` says -1."""
+    """Returns None for one group of all inputs, whose `group_size` is -1."""
     size = stated.values.get("group_size", 128)
     if size in (-1, 0, None):
         return None

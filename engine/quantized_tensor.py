@@ -1,9 +1,9 @@
-"""Quantized weights of a checkpoint, in one form whatever the format that keeps them:
+"""Quantized weights of a checkpoint, in one form for all formats:
 
     weight[output, input] = (code - zero) * scale
 
-The zero and the scale are those of the output's row and the input's column in small matrices:
-one number for all weights, one an output, one for each group of inputs, or one a block.
+Zeros and scales are small matrices, with a row for the output and a column for the input: one
+number for all weights, for each output, for each group of inputs, or for each block.
 
     format                               codes                          scales, zeros
     compressed-tensors, not packed; fp8  weight [out, in], one byte     as codes
@@ -11,13 +11,13 @@ one number for all weights, one an output, one for each group of inputs, or one 
     GPTQ                                 qweight [in words, out]        [groups, out], zeros words
     AWQ                                  qweight [in, out words]        [groups, out], zeros words
 
-A word has 32 bits, the first code in its lowest; of AWQ's eight codes, those with even places come
-first. GPTQ and compressed-tensors may name each input's group (act-order).
+A word has 32 bits, with the first code in the lowest ones; of AWQ's eight codes, those with even
+indices come first. GPTQ and compressed-tensors may name each input's group (act-order).
 
 MXFP4 is dequantized as a whole: blocks of 32 numbers of four bits, each block with a power of two.
-A tensor is kept as two, of bytes, and bfloat16 holds each of its numbers exactly:
+bfloat16 holds each number exactly. A tensor is kept as two tensors of bytes:
 
-    NAME_blocks  [experts, outputs, inputs / 32, 16]: two numbers each, that of the lower bits first
+    NAME_blocks  [experts, outputs, inputs / 32, 16]: two numbers a byte, the lower bits first
     NAME_scales  [experts, outputs, inputs / 32]: the exponents, plus 127
 """
 
@@ -52,16 +52,16 @@ _NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
 """The numbers of MXFP4, by code."""
 
 CHUNK = 1 << 22
-"""Weights that are dequantized at once: a tensor in float32 would take much."""
+"""Weights dequantized at once: a whole tensor in float32 would take much memory."""
 
 
 class Packed(NamedTuple):
-    """Codes in words of 32 bits, which take the place of 32 / bits codes along one dimension."""
+    """Codes in words of 32 bits, each with 32 / bits codes along one dimension."""
 
     words: Tensor  # int32
     dimension: int
     bits: int
-    even_first: bool = False  # of the codes of a word
+    even_first: bool = False  # a word has its codes with even indices first
 
     @property
     def shape(self) -> torch.Size:
@@ -70,7 +70,7 @@ class Packed(NamedTuple):
         return torch.Size(shape)
 
     def narrow(self, dimension: int, start: int, size: int) -> Tensor:
-        """As torch's narrow of the codes, of bytes."""
+        """Like Tensor.narrow, of the codes as bytes."""
         if dimension != self.dimension:
             return self._codes(self.words.narrow(dimension, start, size))
         each = 32 // self.bits
@@ -93,13 +93,13 @@ class Packed(NamedTuple):
 
 
 class QuantizedTensor(NamedTuple):
-    """A weight, of which any part can be dequantized: in float32, rounded once to its dtype."""
+    """A weight. Any part of it can be dequantized: in float32, rounded once to its dtype."""
 
     codes: Tensor | Packed  # [outputs, inputs]
     scales: Tensor  # [rows, columns], float32
     zeros: Tensor | None  # [rows, columns], float32
-    rows: Tensor  # [outputs], of `scales`
-    columns: Tensor  # [inputs]
+    rows: Tensor  # [outputs], each output's row of `scales`
+    columns: Tensor  # [inputs], each input's column
     dtype: torch.dtype = torch.float32
 
     @property
@@ -107,7 +107,7 @@ class QuantizedTensor(NamedTuple):
         return self.codes.shape
 
     def narrow(self, dimension: int, start: int, size: int) -> Tensor:
-        """As torch's narrow, dequantized."""
+        """Like Tensor.narrow, dequantized."""
         codes = self.codes.narrow(dimension, start, size)
         rows, columns = (
             each.narrow(0, start, size) if dimension == index else each
@@ -125,8 +125,8 @@ class QuantizedTensor(NamedTuple):
         return found
 
     def grid(self, rows: Tensor, columns: Tensor) -> Grid | None:
-        """The scales and zeros of these outputs' and inputs' codes; None where neighbouring inputs
-        have several scales, or codes are not integers."""
+        """The scales and zeros of these outputs and inputs. None if neighbouring inputs have
+        several scales, or codes are not integers."""
         bits = self._integer_bits()
         if bits is None or len(columns) % INPUTS:
             return None
@@ -137,7 +137,7 @@ class QuantizedTensor(NamedTuple):
         size = len(rows), len(some)
         scales = _spread(self.scales, *places).expand(size)
         zeros = torch.zeros(size) if self.zeros is None else _spread(self.zeros, *places)
-        # Bytes have signs, and packed codes have none.
+        # Codes in bytes are signed, packed codes are not.
         zeros = zeros.expand(size) + (0 if isinstance(self.codes, Packed) else 128)
         return Grid(scales, zeros, bits)
 
@@ -148,13 +148,13 @@ class QuantizedTensor(NamedTuple):
 
 
 def _spread(small: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """[rows, columns], or [rows, 1] where all columns are one."""
+    """[rows, columns], or [rows, 1] if all columns are the same."""
     chosen = small.index_select(0, rows)
     return chosen if small.shape[1] == 1 else chosen.index_select(1, columns)
 
 
 class OpenFile(Protocol):
-    """As safetensors'."""
+    """Has the interface of an open safetensors file."""
 
     def get_tensor(self, name: str) -> Tensor: ...
 
@@ -168,7 +168,7 @@ class QuantizedWeight:
         self.quantization = quantization
 
     def get_tensor(self, _: str) -> QuantizedTensor:
-        """The weight, as of an open file."""
+        """The weight. Has the interface of an open file."""
         if self.quantization.method in ("awq", "gptq"):
             return _by_inputs(self)
         return _packed(self) if "weight_packed" in self else _bytes(self)
@@ -195,7 +195,8 @@ class QuantizedWeight:
 def join_parts(
     stored: dict[str, OpenFile], quantization: Quantization
 ) -> dict[str, OpenFile | QuantizedWeight]:
-    """The parts of a weight, which may be in several files, as one tensor; others as they are."""
+    """Joins the parts of each weight, which may be in several files. Other tensors stay as they
+    are."""
     if quantization.method == "mxfp4":
         return _join_blocks(stored)
     kept = {name: file for name, file in stored.items() if _part(name) not in NOT_USED}
@@ -230,7 +231,7 @@ def _bytes(parts: QuantizedWeight) -> QuantizedTensor:
 
 
 def _matrix(scales: Tensor, outputs: int) -> Tensor:
-    """[1, 1], [outputs, 1] or what it is."""
+    """[1, 1], [outputs, 1], or the matrix that it is."""
     if scales.dim() < 2:
         scales = scales.view(-1, 1)
     return scales.float() if scales.shape != (1, outputs) else scales.float().view(-1, 1)
@@ -252,7 +253,7 @@ def _packed(parts: QuantizedWeight) -> QuantizedTensor:
 
 
 def _by_inputs(parts: QuantizedWeight) -> QuantizedTensor:
-    """AWQ and GPTQ, whose layers multiply from the left."""
+    """AWQ and GPTQ, which keep weights transposed."""
     quantization, bits = parts.quantization, parts.quantization.bits
     awq = quantization.method == "awq"
     layout = (bits, awq)
@@ -276,11 +277,11 @@ def _checked(
     group: int | None = None,
     block: tuple[int, int] | None = None,
 ) -> QuantizedTensor:
-    """order: the part that names each input's group, where groups are not of neighbours."""
+    """order: the part with each input's group, if groups are not of neighbours."""
     outputs, inputs = codes.shape
     high, wide = scales.shape
-    rows = _places(outputs, high, block[0] if block and high not in (1, outputs) else None)
-    columns = _places(inputs, wide, block[1] if block and wide > 1 else group)
+    rows = _scale_indices(outputs, high, block[0] if block and high not in (1, outputs) else None)
+    columns = _scale_indices(inputs, wide, block[1] if block and wide > 1 else group)
     if (int(rows.max()) + 1, int(columns.max()) + 1) != (high, wide):
         parts.refuse(f"scales {list(scales.shape)} for {[outputs, inputs]} weights")
     if order in parts and int(parts[order].min()) >= 0:  # -1 stands for no order
@@ -292,13 +293,13 @@ def _checked(
     return QuantizedTensor(codes, scales, zeros, rows, columns)
 
 
-def _places(size: int, count: int, each: int | None) -> Tensor:
-    """[size], which of `count` scales is whose, if `each` neighbours share one."""
+def _scale_indices(size: int, count: int, each: int | None) -> Tensor:
+    """[size], the index of each one's scale among `count`, if `each` neighbours share one."""
     return torch.arange(size) // (each or max(1, size // count))
 
 
 class _Mxfp4Tensor(NamedTuple):
-    """One tensor, as an open safetensors file."""
+    """One tensor. Has the interface of an open safetensors file."""
 
     blocks: OpenFile
     scales: OpenFile
@@ -311,7 +312,7 @@ class _Mxfp4Tensor(NamedTuple):
 
 
 def _join_blocks(stored: dict[str, OpenFile]) -> dict[str, OpenFile | QuantizedWeight]:
-    """Blocks in MXFP4 and their scales, which may be in two files, as one tensor."""
+    """Joins blocks in MXFP4 and their scales, which may be in two files."""
     joined: dict[str, OpenFile | QuantizedWeight] = dict(stored)
     for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
         if name + SCALES not in stored:
@@ -330,7 +331,7 @@ def dequantize_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
             f"tensor {name} is not in MXFP4: blocks {list(blocks.shape)} of {blocks.dtype},"
             f" scales {list(scales.shape)} of {scales.dtype}"
         )
-    # Both numbers of a byte are one entry, of 32 bits.
+    # An entry for each byte: its two numbers, in 32 bits.
     pairs = torch.tensor([(low, high) for high, low in product(_NUMBERS, repeat=2)])
     table = pairs.bfloat16().view(torch.int32).flatten()
     powers = torch.pow(2.0, scales.float() - 127.0).bfloat16().unsqueeze(3)

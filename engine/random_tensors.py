@@ -1,4 +1,4 @@
-"""Random weights in place of a checkpoint's."""
+"""Random weights instead of a checkpoint's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPREAD = 0.02
 
 
 class RandomTensors:
-    """As a Checkpoint, for measurements: the same numbers every time; norms are one.
+    """Stands in for a Checkpoint in measurements: the same numbers every time; norms are one.
 
     Numbers depend on a tensor's name and whole shape alone, so that ranks agree on them.
     """
@@ -49,7 +49,7 @@ class RandomTensors:
 
 
 class TensorSizes(RandomTensors):
-    """As a Checkpoint, for a model without memory: counts the bytes of its weights."""
+    """Stands in for a Checkpoint of a model without memory: counts the bytes of its weights."""
 
     def __init__(self) -> None:
         self.bytes = 0

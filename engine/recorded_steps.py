@@ -1,9 +1,9 @@
 """Records and repeats steps in which every sequence decodes one token: on a CPU, Python takes
 longer than the products of few rows (kernels/cpu/recording.py).
 
-A recording has memory of its own for what differs from step to step: the rows, their rotations,
-where their keys and values go, and the pages that they read. One is made for each number of rows
-and width of the page tables.
+A recording has its own memory for what differs between steps: the rows, their rotations, the rows
+of keys and values that they write, and the pages that they read. There is one recording for each
+number of rows and width of the page tables.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from baton.kernels.cpu import compiler
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 32
-"""Beyond, the products take nearly all of a step's time."""
+"""With more rows, products take nearly all of a step's time."""
 
 MOST_RECORDED_ROWS = 512
-"""The most rows of all recordings together: each keeps the memory of its rows."""
+"""Limit of the rows of all recordings together: each keeps memory for its rows."""
 LEAST_WIDTH = 64
-"""Pages. Tables are as wide as a power of two, so that few recordings serve all contexts. A wider
-one takes no longer: steps with guesses have many numbers of rows, and each would be recorded for
-each width."""
+"""Pages. The width of tables is a power of two, so that few recordings serve all contexts. A larger
+width takes no longer, and saves recordings: steps with guesses have many numbers of rows, and each
+number is recorded for each width."""
 
 Key = tuple[int, int, tuple[tuple[int, bool], ...]]
 """Threads, rows, and of each table the width and whether it starts after the first token."""
@@ -43,8 +43,8 @@ class RecordedSteps:
         self.enabled = compiler.suits(model.embedding.dtype, caches[0].kv.device)
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """As Model.forward."""
-        if not (self.enabled and _decodes_alone(batch)):
+        """Like Model.forward."""
+        if not (self.enabled and _only_decodes(batch)):
             return self._model.forward(batch, self._caches)
         shapes = tuple(map(_shape, batch.decode_reads))
         key: Key = (torch.get_num_threads(), len(batch.tokens), shapes)
@@ -109,7 +109,7 @@ class _RecordedStep:
         return self.found
 
 
-def _decodes_alone(batch: StepBatch) -> bool:
+def _only_decodes(batch: StepBatch) -> bool:
     rows = len(batch.tokens)
     if batch.adapted is not None or batch.chunks or rows > MOST_ROWS:
         return False

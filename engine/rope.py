@@ -1,7 +1,7 @@
-"""How positions rotate queries and keys, as config.json describes it.
+"""Parses how positions rotate queries and keys, from config.json.
 
 What transformers chooses by the length of a call (LongRoPE's factors, dynamic NTK's base) is
-chosen once, by the served context: a token's keys do not depend on what follows it.
+chosen once, by the served context: a token's keys must not depend on what follows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rope:
 
     kind: RopeKind
     theta: float
-    dim: int  # the first dimensions of a head are rotated, of a latent the last; others are not
+    dim: int  # number of rotated dimensions: the first of a head, the last of a latent
     factor: float = 1.0
     original_context: int = 0
     low_frequency_factor: float = 1.0
@@ -33,7 +33,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    stretches: tuple[float, ...] = ()  # of each pair's wave, for longrope
+    stretches: tuple[float, ...] = ()  # factors of each pair's wavelength, for longrope
 
 
 def read_rope(
@@ -71,7 +71,7 @@ def _kind(scaling: ModelConfig, family: Family) -> RopeKind:
 
 
 def _rotated(config: ModelConfig, scaling: ModelConfig, family: Family, head_dim: int) -> int:
-    """How many dimensions of a head are rotated."""
+    """The number of a head's dimensions that are rotated."""
     share = config.get("partial_rotary_factor", float, 1.0)
     share = scaling.get("partial_rotary_factor", float, share)
     if share != 1.0 and not family.partial_rotary:
@@ -147,8 +147,8 @@ def yarn_correction(factor: float, scale: float) -> float:
 
 
 def extended_context(rope: Rope, stated: int, max_context: int) -> int:
-    """The context of a model that states one. YaRN configs often state the context before scaling;
-    dynamic NTK extends it for who asks for more."""
+    """The context of a model whose config states one. YaRN configs often state the context before
+    scaling; dynamic NTK extends it up to `max_context`."""
     if rope.kind == "yarn":
         return max(stated, int(rope.original_context * rope.factor))
     if rope.kind == "dynamic":

@@ -1,9 +1,9 @@
-"""The rotations of queries and keys, as numbers.
+"""Computes the rotations of queries and keys.
 
 A head's dimensions are neighbouring pairs, so that a pair is one complex number and its
 rotation one complex product. Checkpoints keep the two halves of a pair `dim / 2` apart;
 `interleave_pairs` joins them when weights are loaded. Queries and keys are permuted alike, so
-their products do not change. Dimensions beyond the rotated ones are pairs that never turn.
+their products do not change. Dimensions that are not rotated are pairs with a frequency of 0.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton.engine.rope import Rope
 
 
 class Rotation:
-    """The rotations of one rope for heads of `head_dim`, of which the first dimensions turn, or
-    the last."""
+    """The rotations of one rope for heads of `head_dim`, whose first dimensions are rotated, or
+    with `last` their last ones."""
 
     def __init__(
         self, rope: Rope, head_dim: int, device: torch.device | str = "cpu", *, last: bool = False
@@ -60,8 +60,8 @@ def interleave_pairs(weight: Tensor, head_dim: int, dim: int) -> Tensor:
 
 
 def separate_pairs(pairs: Tensor) -> Tensor:
-    """[experts, ..., 2 * n], gates and ups in turn -> all gates, then all ups. Within, by outputs,
-    as the model has them: a tensor that is so in memory is copied row by row."""
+    """[experts, ..., 2 * n], gates and ups in turn -> all gates, then all ups. In memory the result
+    is ordered by outputs, as in the model, so that it is copied row by row."""
     rows = pairs.movedim(-1, 1)
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1).movedim(1, -1)
 

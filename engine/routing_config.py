@@ -1,7 +1,7 @@
 """Mixtures of experts, parsed from config.json.
 
-Families name the same things differently; a family's row in FAMILIES fixes the keys that it
-does not know.
+Families have different names for the same settings. A family's row in FAMILIES fixes the keys
+that the family does not know.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
 
 def parse_routing(config: ModelConfig, family: Family) -> Routing | None:
-    """None without experts."""
+    """Returns None for a model without experts."""
     if family.router is None:
         return None
     named = next((name for name in EXPERT_COUNTS if name in config), EXPERT_COUNTS[0])
@@ -61,7 +61,7 @@ def sparse_layers(config: ModelConfig, routing: Routing | None, layers: int) -> 
 
 
 def _groups(config: ModelConfig) -> tuple[int, int]:
-    """The number of groups, and of those that are chosen from."""
+    """The number of groups, and how many of them experts are chosen from."""
     method = config.get("topk_method", str, "group_limited_greedy")
     if method not in TOPK_METHODS:
         raise UnsupportedModel(f"topk_method {method!r} is not supported")

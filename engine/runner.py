@@ -1,6 +1,6 @@
 """Turns a plan into one batch of tensors, runs it, and samples.
 
-What the layers share (positions, page indices, masks) is made once per step. Where several
+What the layers share (positions, page indices, masks) is computed once per step. If several
 ranks run the model, rank 0 runs plans and the others follow.
 """
 
@@ -53,7 +53,7 @@ class StepRows(NamedTuple):
 
 class StepRunner:
     """Runs plans of any model over the paged memory `kv`
-    [page, layer of a slice, k/v, token, kv_head, dim]; subclasses have the forward pass."""
+    [page, layer of a slice, k/v, token, kv_head, dim]; subclasses implement the forward pass."""
 
     runs_ahead = False
 
@@ -86,7 +86,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FinishedStep:
-        """Runs one forward for all chunks, and samples the next token of those that ask."""
+        """Runs one forward for all chunks and samples the next tokens where the plan asks for
+        them."""
         check_plan(plan, self._page_size)
         rows = in_row_order(plan)
         inputs = [chunk_inputs(*chunk, self._page_size) for chunk in rows.items()]
@@ -108,7 +109,7 @@ class StepRunner:
         return FinishedStep(list(outcomes.values()))
 
     def _draw(self, hidden: Tensor, plan: Plan) -> dict[Sequence, Outcome]:
-        """hidden [n, ...]: one row for each token that is sampled."""
+        """Samples one token for each row of hidden [n, ...]."""
         drawing = {
             sequence: [sequence.ahead(place) for place in range(sequence.draws(count))]
             for sequence, count in plan.items()
@@ -126,7 +127,8 @@ class StepRunner:
         }
 
     def _score_prompts(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """hidden [n, ...] of the wanted rows -> [...] of those that sample."""
+        """Scores the prompts' rows among hidden [n, ...], the wanted rows. Returns the rows that
+        sample."""
         rows = prompt_rows(plan)
         if not rows:
             return hidden
@@ -169,7 +171,7 @@ class StepRunner:
         return [self._decode_reads(rows, table) for table in range(len(self._windows))]
 
     def _decode_reads(self, rows: list[tuple[ChunkInputs, int]], table: int) -> DecodeReads:
-        """The pages of a table that the query at each of the chunks' positions sees."""
+        """The pages of a table that the queries at these positions of chunks see."""
         size, window = self._page_size, self._windows[table]
         chunks, last = zip(*rows, strict=True)
         first = [_first_visible(position, window) for position in last]
@@ -190,7 +192,7 @@ class StepRunner:
         )
 
     def _chunk_reads(self, chunk: ChunkInputs) -> list[ChunkReads]:
-        """The pages that any of the chunk's queries sees, by table."""
+        """The pages that the chunk's queries see, by table."""
         size, start, end = self._page_size, chunk.start, chunk.end
         reads = []
         for table, window in zip(chunk.tables, self._windows, strict=True):
@@ -212,10 +214,7 @@ class StepRunner:
 
 
 class Runner(StepRunner):
-    """Runs plans of a native `model`.
-
-    In a group model and memory are this rank's part.
-    """
+    """Runs plans of a native `model`. In a group, `model` and `kv` are this rank's part."""
 
     def __init__(self, model: Model, kv: Tensor, group: Group | None = None) -> None:
         shape = model.architecture
@@ -240,8 +239,7 @@ class Runner(StepRunner):
 
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:
-        """Runs this rank's part of a step that rank 0 runs, or loads or drops an adapter as it
-        did."""
+        """Follows rank 0: runs this rank's part of its step, or loads or drops an adapter."""
         message = pickle.loads(step)
         if not isinstance(message, AdapterChange):
             self._forward(message)
@@ -251,7 +249,7 @@ class Runner(StepRunner):
             self.drop_adapter(message.adapter.digest)
 
     def load_adapter(self, adapter: Adapter) -> AdapterProducts:
-        """This rank's part. May be called from another thread."""
+        """Loads this rank's part. May be called from another thread."""
         split = self._group.split if self._group else Split()
         return load_adapter(adapter, self._model, split, self._model.embedding.dtype)
 
@@ -276,7 +274,7 @@ class Runner(StepRunner):
             return self.recorded.forward(batch)
         hidden = self._model.forward(batch, self._caches)
         if not len(hidden):
-            self._group.wait()  # no sum follows the last keys and values
+            self._group.wait()  # nothing is summed after the last layer's keys and values
         return hidden
 
     def _batch(self, inputs: list[ChunkInputs]) -> StepBatch:

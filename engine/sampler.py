@@ -11,9 +11,9 @@ it, the worker or the number of threads:
 A drawn row passes: penalties, biases, bans, its grammar's mask, temperature, top-k, top-p, min-p.
 Of the tokens that are left, the largest logit / temperature + noise wins, which is a draw from
 their softmax. So logits that differ in their last bits give the same token, except with a
-probability of about that difference. Each filter sets the least weight that may be drawn;
-tokens of equal weight stay or go together, so a tie at the border keeps all of it. A row with
-temperature 0 or top-k 1 takes the best token, of equals the one with the lowest id.
+probability of about that difference. Each filter sets the least weight that may be drawn, so
+tokens of equal weight stay or go together. A row with temperature 0 or top-k 1 takes the best
+token, of equals the one with the lowest id.
 
 Bans follow the rules of transformers' logits processors, from the request, the prompt and the
 answer's tokens alone, so another worker that continues an answer bans the same.
@@ -40,10 +40,10 @@ WEIGHT_ONE = 2.0**40
 and small enough that 2**22 weights add up within 63 bits."""
 
 NUCLEUS_WIDTH = 1024
-"""Heavy tokens that top-p looks at before it sorts the whole vocabulary."""
+"""Number of heaviest tokens that top-p looks at before it sorts the whole vocabulary."""
 
 COLDEST = 1e-10
-"""Least divisor: float32 represents it, and it leaves only ties."""
+"""Least temperature that is divided by: float32 represents it, and it leaves only ties."""
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -72,12 +72,12 @@ class Sampler:
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Whether the best token is taken, without a draw."""
+    """True if the best token is taken, without a draw."""
     return sampling.greedy or sampling.top_k == 1
 
 
 def is_adjusted(sequence: Sequence) -> bool:
-    """Whether its logits are changed before a token is chosen."""
+    """True if its logits are changed before a token is chosen."""
     return sequence.work.sampling.adjusts or sequence.guide is not None
 
 
@@ -104,8 +104,8 @@ def _ban(scores: Tensor, sequences: list[Sequence]) -> None:
 
 
 def banned_tokens(sequence: Sequence, vocabulary_size: int) -> _Ids:
-    """Each once. A ban that would leave no token is lifted: what a grammar demands comes even if
-    it repeats itself or ends the answer early."""
+    """The banned tokens, each once. Bans that would leave no token are lifted: what a grammar
+    demands comes even if it repeats itself or ends the answer early."""
     lists = [np.asarray(ids, dtype=np.int64) for ids in _bans(sequence)]
     banned = np.unique(np.concatenate(lists)) if lists else np.empty(0, dtype=np.int64)
     banned = banned[banned < vocabulary_size]
@@ -123,7 +123,7 @@ def _leaves_any(banned: _Ids, sequence: Sequence, vocabulary_size: int) -> bool:
 
 
 def _bans(sequence: Sequence) -> Iterator[tuple[int, ...] | list[int] | _Ids]:
-    """The banned tokens, in several lists."""
+    """Yields the banned tokens, in several lists."""
     sampling = sequence.work.sampling
     answered = sequence.generated + sequence.expected
     if sampling.suppress_tokens:
@@ -140,7 +140,7 @@ def _bans(sequence: Sequence) -> Iterator[tuple[int, ...] | list[int] | _Ids]:
 
 
 def _begun(tokens: list[int], word: tuple[int, ...]) -> bool:
-    """Whether one more token may complete the word."""
+    """True if one more token may complete the word."""
     begun = len(word) - 1
     return not begun or (tokens[-1] == word[-2] and tuple(tokens[-begun:]) == word[:-1])
 
@@ -217,7 +217,7 @@ _ADJUSTMENTS: tuple[
     (lambda sampling: sampling.penalizes, _answered, _add),
     (lambda sampling: sampling.logit_bias, _biases, _add),
 )
-"""Which requests it applies to, which tokens it changes, and how; in order."""
+"""In order: which requests an adjustment applies to, which tokens it changes, and how."""
 
 
 def draw_keys(sequences: list[Sequence]) -> list[int]:
@@ -242,7 +242,7 @@ def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
 
 
 def _filter(relative: Tensor, samplings: list[Sampling]) -> None:
-    """Rules out the tokens of relative: [R, V] that filters drop."""
+    """Rules out the tokens that filters drop. relative: [R, V], changed in place."""
     # Probabilities as whole numbers.
     weights = relative.exp().mul_(WEIGHT_ONE).floor_()
     for applies, floors in _FILTERS:
@@ -256,7 +256,7 @@ def _filter(relative: Tensor, samplings: list[Sampling]) -> None:
 
 
 def _top_k_floors(weights: Tensor, samplings: list[Sampling]) -> Tensor:
-    """The weight of the k-th heaviest token; those as heavy stay."""
+    """The weight of the k-th heaviest token; tokens as heavy stay."""
     last = torch.tensor([[sampling.top_k - 1] for sampling in samplings], device=weights.device)
     most = max(sampling.top_k for sampling in samplings)
     return weights.topk(most, dim=-1).values.gather(-1, last)
@@ -288,11 +288,11 @@ _FILTERS: tuple[
     (lambda sampling, _: sampling.top_p < 1.0, _top_p_floors),
     (lambda sampling, _: sampling.min_p > 0.0, _min_p_floors),
 )
-"""Which requests ask for it, and the least weight [R, 1] that it leaves them; in order."""
+"""In order: which requests ask for a filter, and the least weight [R, 1] that it leaves them."""
 
 
 def _rows(matrix: Tensor, rows: list[int]) -> Tensor:
-    """A copy of some rows, or the matrix itself where these are all."""
+    """A copy of some rows, or the matrix itself if these are all."""
     return matrix if len(rows) == len(matrix) else matrix[rows]
 
 
