@@ -121,17 +121,17 @@ class Pricing:
         self._account = FIRST_CREDIT
 
     @property
-    def tries(self) -> bool:
+    def can_try(self) -> bool:
         """True if the account has seconds for a trial."""
         return self._account > 0.0
 
     @property
-    def invests(self) -> bool:
+    def can_invest(self) -> bool:
         """True if prompts that are predicted to pay may be computed; on credit once the share of
         right guesses is known."""
         return self._account + (FIRST_CREDIT if self._compared >= ENOUGH else 0.0) > 0.0
 
-    def measured(self) -> None:
+    def trust_measurements(self) -> None:
         """Trusts what has been measured, and resets the account."""
         self._cost = OnlineFit(self._cost.coefficients, MEMORY, MEASURED_WEIGHT)
         self._account = FIRST_CREDIT
@@ -154,7 +154,7 @@ class Pricing:
     def pay(self, seconds: float) -> None:
         self._account = min(max(self._account - seconds, -MOST_DEBT), MOST_CREDIT)
 
-    def worth(self, chances: dict[Sequence, float], pace: Pace) -> tuple[list[Sequence], Pace]:
+    def choose(self, chances: dict[Sequence, float], pace: Pace) -> tuple[list[Sequence], Pace]:
         """Returns the requests for which another guess pays, likeliest first, and the pace with
         these guesses."""
         _, step, row, _ = self._cost.coefficients
@@ -168,29 +168,29 @@ class Pricing:
             return [], pace
         return chosen, pace._replace(tokens=pace.tokens + gained, seconds=pace.seconds + price)
 
-    def tried(self, chances: dict[Sequence, float], pace: Pace) -> list[Sequence]:
+    def choose_trial(self, chances: dict[Sequence, float], pace: Pace) -> list[Sequence]:
         """Returns the likeliest requests for a trial: at least one, and as many as cost no more
         than the round itself."""
         _, step, row, _ = self._cost.coefficients
         most = max(1, int(step / (row + pace.row)))
         return sorted(chances, key=chances.__getitem__, reverse=True)[:most]
 
-    def begun(self, pace: Pace) -> Pace:
+    def with_overhead(self, pace: Pace) -> Pace:
         """Adds the wait and the fixed cost of rounds, independent of their number."""
         return pace._replace(seconds=pace.seconds + pace.wait + self._cost.coefficients[0])
 
     def pays(self, saved: float) -> bool:
         """True if guesses that are predicted to save this share of time pay."""
-        return saved > (0.0 if self.tries else CLEARLY)
+        return saved > (0.0 if self.can_try else CLEARLY)
 
-    def saves(
+    def saved_share(
         self, shares: dict[Sequence, float], depths: dict[Sequence, int], pace: Pace
     ) -> float:
         """Predicts the share of a step's time that rounds save, as many as pay, before any guess
         is made."""
-        chances, reached = dict(shares), self.begun(pace)
+        chances, reached = dict(shares), self.with_overhead(pace)
         for depth in range(1, max(depths.values(), default=0) + 1):
-            chosen, reached = self.worth(chances, reached)
+            chosen, reached = self.choose(chances, reached)
             chances = {
                 each: chances[each] * shares[each] for each in chosen if depths[each] > depth
             }
@@ -198,7 +198,7 @@ class Pricing:
                 break
         return 1.0 - reached.seconds / (reached.tokens * pace.token)
 
-    def affordable(
+    def choose_prompts(
         self, prompts: dict[Sequence, int], saved: float, token: float
     ) -> list[Sequence]:
         """Returns the requests whose prompts pay if guesses save the share `saved` of an answer's

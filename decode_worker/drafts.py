@@ -94,7 +94,7 @@ class Drafts:
         self.pricing = Pricing(OnlineFit(GPU_SECONDS, MEMORY))
         for count in REHEARSED:
             self._rehearse(count)
-        self.pricing.measured()
+        self.pricing.trust_measurements()
         self.seconds = 0.0
 
     def _rehearse(self, count: int) -> None:
@@ -133,24 +133,26 @@ class Drafts:
     def waits(self, wanted: dict[Sequence, int], pace: Pace) -> bool:
         """True if the device should wait for the tokens in flight, so that guesses can follow
         them: if that is predicted to pay, or as a trial."""
-        going = self._going(wanted, pace)
-        return bool(going) and (self.pricing.tries or self.pricing.pays(self._saves(going, pace)))
+        going = self._guessable(wanted, pace)
+        return bool(going) and (
+            self.pricing.can_try or self.pricing.pays(self._saved_share(going, pace))
+        )
 
-    def _going(self, wanted: dict[Sequence, int], pace: Pace) -> dict[Sequence, int]:
+    def _guessable(self, wanted: dict[Sequence, int], pace: Pace) -> dict[Sequence, int]:
         """The requests that the draft may guess for, with those that it should begin to follow."""
         asking = {request: depth for request, depth in wanted.items() if depth > 0}
-        begun = self._to_begin(asking, pace)
+        begun = self._to_follow(asking, pace)
         return {each: asking[each] for each in asking if each in begun or self._can_guess(each)}
 
-    def _saves(self, depths: dict[Sequence, int], pace: Pace) -> float:
-        """Predicts the share of time that guesses save (`Pricing.saves`)."""
+    def _saved_share(self, depths: dict[Sequence, int], pace: Pace) -> float:
+        """Predicts the share of time that guesses save (`Pricing.saved_share`)."""
         shares = {request: self.share(request) for request in depths}
-        return self.pricing.saves(shares, depths, pace)
+        return self.pricing.saved_share(shares, depths, pace)
 
     def _pays(self, ready: dict[Sequence, Follower], pace: Pace) -> bool:
         """True if guesses for these requests alone pay, while others are still in prefill."""
         depths = {request: each.most for request, each in ready.items()}
-        return self.pricing.pays(self._saves(depths, pace))
+        return self.pricing.pays(self._saved_share(depths, pace))
 
     def _can_guess(self, request: Sequence) -> bool:
         """True if the draft follows the request and can compute another token."""
@@ -158,30 +160,30 @@ class Drafts:
         short = len(request.tokens) + request.expected < self._engine.context_length
         return follower is not None and not follower.failed and short
 
-    def _to_begin(self, asking: dict[Sequence, int], pace: Pace) -> list[Sequence]:
+    def _to_follow(self, asking: dict[Sequence, int], pace: Pace) -> list[Sequence]:
         """The requests that the draft should begin to follow: all that pay, or one as a trial."""
         others = {each: len(each.tokens) for each in asking if each not in self._followers}
-        if not others or not self.pricing.invests:
+        if not others or not self.pricing.can_invest:
             return []
         going = {each: asking[each] for each in asking if each in others or self._can_guess(each)}
-        chosen = self.pricing.affordable(others, self._saves(going, pace), pace.token)
-        if not chosen and not self._followers and self.pricing.tries:
-            chosen = self.pricing.affordable(others, 1.0, pace.token)[:1]
-        return list(filter(self._may_begin, chosen))
+        chosen = self.pricing.choose_prompts(others, self._saved_share(going, pace), pace.token)
+        if not chosen and not self._followers and self.pricing.can_try:
+            chosen = self.pricing.choose_prompts(others, 1.0, pace.token)[:1]
+        return list(filter(self._can_follow, chosen))
 
     def offer(self, wanted: dict[Sequence, int], pace: Pace, most: int) -> dict[Sequence, Offer]:
         """Guesses for decoding requests: for each at most as many as `wanted`, and `most` in
         all."""
         began = time.monotonic()
-        self._token_seconds, self._launched, tries = pace.token, (1, 0, 0, 0), self.pricing.tries
+        self._token_seconds, self._launched, tries = pace.token, (1, 0, 0, 0), self.pricing.can_try
         for request in wanted:
             if (follower := self._followers.get(request)) and not follower.failed:
                 self._follow(follower, request.tokens)
-        going = self._going(wanted, pace)
-        if pays := self.pricing.pays(self._saves(going, pace)):
+        going = self._guessable(wanted, pace)
+        if pays := self.pricing.pays(self._saved_share(going, pace)):
             tries = False
         if pays or tries:
-            self._prefill(going if pays else self._tried(going))
+            self._prefill(going if pays else self._trial(going))
             ready = self._ready(going)
             if tries or len(ready) == len(going) or self._pays(ready, pace):
                 self._guess(ready, pace, most, tries)
@@ -196,7 +198,7 @@ class Drafts:
             if (each := self._followers.get(request)) and each.kinds
         }
 
-    def _tried(self, going: dict[Sequence, int]) -> list[Sequence]:
+    def _trial(self, going: dict[Sequence, int]) -> list[Sequence]:
         """The one request for which the draft has the least to compute, as a trial."""
         behind = {each: self._behind(each) for each in going}
         return sorted(going, key=behind.__getitem__)[:1]
@@ -232,7 +234,7 @@ class Drafts:
         budget, plan, followers = self._chunk_tokens, Plan(), {}
         for request in requests:
             if request not in self._followers:
-                self._begin(request)
+                self._start_to_follow(request)
             follower = self._followers.get(request)
             if not follower or follower.failed or budget <= 0:
                 continue
@@ -248,7 +250,7 @@ class Drafts:
         if launched := self._launch(plan, followers):
             self._settle(launched)
 
-    def _may_begin(self, request: Sequence) -> bool:
+    def _can_follow(self, request: Sequence) -> bool:
         """True if there is room for the request and the draft can compute it."""
         tokens = request.tokens
         room = self._pool.pages_for(int(ROOM * len(tokens)) + 1) * self._pool.slices
@@ -256,9 +258,9 @@ class Drafts:
             return False
         return len(tokens) < self._engine.context_length and max(tokens) < self._vocabulary
 
-    def _begin(self, request: Sequence) -> None:
+    def _start_to_follow(self, request: Sequence) -> None:
         """Starts to follow a request, if those started before it have left room."""
-        if not self._may_begin(request):
+        if not self._can_follow(request):
             return
         tokens, work = request.tokens, request.work
         chain = self._pool.chain(work.cache_salt)
@@ -273,7 +275,7 @@ class Drafts:
     def _guess(self, ready: dict[Sequence, Follower], pace: Pace, most: int, tries: bool) -> None:
         """Runs rounds as long as they pay; otherwise at most one, as a trial. If steps run ahead,
         rounds run ahead by one."""
-        going, in_flight, pace = ready, None, self.pricing.begun(pace)
+        going, in_flight, pace = ready, None, self.pricing.with_overhead(pace)
         while True:
             chosen, pace = self._choose(going, pace, tries)
             tries = False
@@ -294,16 +296,18 @@ class Drafts:
         self, going: dict[Sequence, Follower], pace: Pace, tries: bool
     ) -> tuple[list[Sequence], Pace]:
         """The requests of the next round, and the pace with it."""
-        chances = {request: each.chance for request, each in going.items() if self._fits(each)}
-        chosen, pace = self.pricing.worth(chances, pace)
-        return chosen or (self.pricing.tried(chances, pace) if tries else []), pace
+        chances = {
+            request: each.chance for request, each in going.items() if self._wants_guess(each)
+        }
+        chosen, pace = self.pricing.choose(chances, pace)
+        return chosen or (self.pricing.choose_trial(chances, pace) if tries else []), pace
 
     def _runs_ahead(self, going: dict[Sequence, Follower]) -> bool:
         """True if a round may be launched before the guesses of the one before are known."""
-        known = any(each.sequence.sampled_by_tokens for each in going.values())
+        known = any(each.sequence.needs_known_tokens for each in going.values())
         return self._engine.runs_ahead and not known
 
-    def _fits(self, follower: Follower) -> bool:
+    def _wants_guess(self, follower: Follower) -> bool:
         """True if the request wants another guess and the draft can compute it."""
         sequence = follower.sequence
         short = len(follower.kinds) + sequence.expected < follower.most
@@ -322,7 +326,7 @@ class Drafts:
             plan[sequence], followers[request] = sequence.uncomputed, follower
         return self._launch(plan, followers)
 
-    def _take(self, follower: Follower, outcome: Outcome) -> bool:
+    def _add_outcome(self, follower: Follower, outcome: Outcome) -> bool:
         """Adds the guess of an outcome. Returns False after an error, a stop token, or a token that
         the main model does not have."""
         if isinstance(outcome, BatonError):
@@ -362,7 +366,7 @@ class Drafts:
             for request, follower in round.followers.items()
             if self._followers.get(request) is follower
             and not follower.failed
-            and self._take(follower, outcomes[follower.sequence])
+            and self._add_outcome(follower, outcomes[follower.sequence])
         }
 
     def _fail(self, follower: Follower) -> None:

@@ -185,7 +185,7 @@ class Speculation:
         if not chances:
             return Counter()
         cost, most = self._cost, min(most, self._cost.most_rows(rows) - rows)
-        waits = self._runs_ahead and not all(each.sampled_by_tokens for each in decoding)
+        waits = self._runs_ahead and not all(each.needs_known_tokens for each in decoding)
         tokens = float(len(decoding))
         without = tokens / cost.seconds(rows)
         seconds = cost.seconds(rows, waited=waits)

@@ -57,7 +57,7 @@ class Grammars:
         self._loading = threading.Lock()
 
     def guide(self, work: Work) -> TokenGuide | None:
-        """Starts to compile the request's grammar; None without one."""
+        """Starts to compile the request's grammar. Returns None without one."""
         if not work.grammar:
             return None
         if work.grammar not in self._compiled:

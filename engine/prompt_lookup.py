@@ -96,8 +96,8 @@ class PromptLookup:
         self._known = len(self._source)
 
     def offer(self, most: int, stops: Container[int] = ()) -> Offer:
-        """At most `most` guesses, none from one of `stops` on. Where a match reaches the end, what
-        it repeats is repeated."""
+        """At most `most` guesses, none from one of `stops` on. A match that reaches the end of the
+        sequence continues with its own guesses."""
         if not self._best:
             return Offer([], [])
         guesses, kinds = self._best.guesses(most, stops)

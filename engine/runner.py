@@ -33,6 +33,7 @@ from baton.engine.step import (
     Plan,
     check_plan,
     chunk_inputs,
+    drawing_of,
     in_row_order,
     outcome_of,
 )
@@ -110,11 +111,7 @@ class StepRunner:
 
     def _draw(self, hidden: Tensor, plan: Plan) -> dict[Sequence, Outcome]:
         """Samples one token for each row of hidden [n, ...]."""
-        drawing = {
-            sequence: [sequence.ahead(place) for place in range(sequence.draws(count))]
-            for sequence, count in plan.items()
-            if sequence.samples(count)
-        }
+        drawing = drawing_of(plan)
         rows = [row for ahead in drawing.values() for row in ahead]
         logits = self._logits(hidden)
         tokens = self._sampler.sample(logits, rows)

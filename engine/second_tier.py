@@ -13,16 +13,16 @@ only those that will soon be evicted, with files all. A page evicted before its 
 nothing waits for a copy.
 
 Restoring: `restore_pages` leases the pages that a prompt finds in the pool and free ones
-behind them, has these filled, names them and releases all. The prompt, which has waited,
-then finds them in the pool. The pages belong to the restoration, whatever becomes of the
-prompt. What cannot be read is computed; a restoring thread without progress for
-`STALL_SECONDS` is not waited for.
+after them, has these filled, names them and releases all. The waiting prompt then finds them
+in the pool. The pages belong to the restoration, even if the prompt has ended. Pages that
+cannot be read are computed. A restoring thread without progress for `STALL_SECONDS` is
+abandoned.
 
-Rows and files are pools of pages themselves, with known contents, an order of use, and leases
+Rows and files are page pools themselves, with known contents, an order of use, and leases
 for the copies.
 
-Copies run on threads of their own. They post tasks to the pool's thread, which owns all of
-this and runs them in `advance`, before each step; `wake` wakes it.
+Copies run on their own threads. They post tasks to the pool's thread, which owns all state
+and runs the tasks in `advance`, before each step; `wake` wakes it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ from baton.engine.tier_copies import (
 BATCH = 16
 """Pages saved at a time; in a small pool an eighth of it."""
 READY_SHARE = 4
-"""Without files, one in READY_SHARE of the pool's pages can be reused without a loss."""
+"""Without files, pages are saved until one in READY_SHARE of the pool can be reused without a
+loss."""
 STALL_SECONDS = 1.0
 
 
@@ -80,11 +81,11 @@ class SecondTier(EmptyTier):
             Tier.FILES: PagePool(0, pool.page_size),
         }
         self.files: PageFiles | None = None
-        self._kept = KeySet()  # in at least one tier
+        self._kept = KeySet()  # keys in at least one tier
         self._saving: Save | None = None
         self._restoring: dict[Restoration, None] = {}
         self._coming: set[bytes] = set()
-        self._abandoned: set[Restoration] = set()  # but still running
+        self._abandoned: set[Restoration] = set()  # and still running
         self.changes = KeySet()  # keys that came or went since the last `drain`
         self._counts = {tier: TierCounts() for tier in Tier}
         self.costs = RestoreCosts(pool.page_size)
@@ -123,7 +124,7 @@ class SecondTier(EmptyTier):
         return self._counts
 
     def _note_changes(self) -> None:
-        """Notes keys that came to a tier or left it. A file goes with its key."""
+        """Notes keys that came to a tier or left it. Removes the files of keys that left."""
         rows, files = (self.tiers[tier].cache for tier in Tier)
         of_files = files.changes.drain()
         for key in {**rows.changes.drain(), **of_files}:
@@ -146,7 +147,7 @@ class SecondTier(EmptyTier):
         return key in self._coming
 
     def restore_pages(self, keys: Sequence[bytes]) -> int:
-        """Returns 0 where nothing is kept, or computing it takes less time."""
+        """Returns 0 if nothing is kept, or computing it takes less time."""
         pool, before = self._pool, self._pool.find(keys)
         count = pool.extend_hit(keys, _Restorable(pool.cache, self._kept, self._coming), before)
         if count <= before or self._abandoned:
@@ -280,7 +281,7 @@ class SecondTier(EmptyTier):
             self._forget(Tier.FILES, key)
 
     def _end_listing(self, listed: list[bytes] | None) -> None:
-        """Adds files, the oldest first, as older than those written meanwhile."""
+        """Adds the listed files, as older than those written meanwhile."""
         if self.files is None or not listed:
             return
         files = self.tiers[Tier.FILES]
@@ -291,7 +292,7 @@ class SecondTier(EmptyTier):
             self.files.remove(key)
         files.cache.evictions += surplus
         with files.acquire(len(old) - surplus) as added:
-            added.name(old[surplus:][::-1])  # returned from the last, so the oldest goes first
+            added.name(old[surplus:][::-1])  # pages return in reverse: the oldest is evicted first
         for key in newer:
             files.hold([key]).release()
         self._note_changes()
@@ -344,7 +345,7 @@ class SecondTier(EmptyTier):
 
 @dataclass(frozen=True, slots=True)
 class _Restorable(Container[bytes]):
-    """Keys of pages in the pool, or kept and not on their way to it."""
+    """Keys of pages that are in the pool, or kept and not being restored."""
 
     cached: Container[bytes]
     kept: Container[bytes]

@@ -17,8 +17,7 @@ from baton.engine.prompt_lookup import PromptLookup
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`tokens` holds the prompt and the generated tokens. Keys and values of tokens[:computed]
-    are in the lease's pages; the rest must still be run. A worker adds what it knows of the
-    attempt."""
+    are in the lease's pages; the rest must still be run. Workers add fields in a subclass."""
 
     work: Work
     lease: Lease
@@ -27,14 +26,14 @@ class Sequence:
     order: int = 0  # among its worker's requests: older is smaller
     expected: int = 0  # tokens that steps in flight will sample; only the device knows them yet
     restored: int = 0  # pages requested from the second tier
-    chain: KeyChain = field(default_factory=KeyChain)  # without keys where nothing is cached
-    retained: bool = False  # whether its prompt's pages were, as the request asks for
+    chain: KeyChain = field(default_factory=KeyChain)  # without keys if nothing is cached
+    retained: bool = False  # its prompt's pages have been retained
     guide: TokenGuide | None = None
-    lookup: PromptLookup | None = None  # where its tokens are guessed
+    lookup: PromptLookup | None = None  # if its tokens are guessed
     guesses: list[int] = field(default_factory=list)  # run by the next step that samples
     assumed: int = 0  # guesses that count as drawn; see `ahead`
     prompt_scores: list[Logprobs] = field(default_factory=list)  # from the second token on
-    pooled: PooledRows | None = None  # where the prompt's embedding is wanted
+    pooled: PooledRows | None = None  # if the prompt's embedding is wanted
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -69,28 +68,28 @@ class Sequence:
 
     @property
     def planned_out(self) -> bool:
-        """Whether the next step needs the tokens that steps in flight sample."""
+        """True if no further step can be planned before those in flight have settled."""
         if not self.expected:
             return False
         last = self.generated + self.expected >= self.work.max_tokens
-        return last or self.guessing or self.sampled_by_tokens
+        return last or self.guessing or self.needs_known_tokens
 
     @property
-    def sampled_by_tokens(self) -> bool:
-        """Whether the host must know all tokens before the next is sampled."""
+    def needs_known_tokens(self) -> bool:
+        """True if the host must know all tokens before the next is sampled."""
         return self.work.sampling.looks_back or self.guide is not None
 
     @property
     def guessing(self) -> bool:
-        """Whether a step in flight runs guesses: only the device knows yet how many are right."""
+        """True if a step in flight runs guesses: only the device knows yet how many are right."""
         return self.expected > 0 and bool(self.guesses)
 
     def samples(self, count: int) -> bool:
-        """Whether a step that runs its next `count` tokens samples another one."""
+        """True if a step that runs its next `count` tokens samples another one."""
         return count == self.uncomputed
 
     def draws(self, count: int) -> int:
-        """How many tokens such a step samples: one behind each guess, too."""
+        """The number of tokens that such a step samples, with one after each guess."""
         return 1 + len(self.guesses) if self.samples(count) else 0
 
     def ahead(self, count: int) -> Sequence:
@@ -98,7 +97,7 @@ class Sequence:
         if not count:
             return self
         known, expected = self.tokens, count
-        if self.work.sampling.looks_back:  # else its tokens do not matter, however many
+        if self.work.sampling.looks_back:  # otherwise the tokens do not matter
             known, expected = [*known, *self.guesses[:count]], 0
         return Sequence(
             self.work, self.lease, known, expected=expected, guide=self.guide, assumed=count
@@ -110,30 +109,30 @@ class Sequence:
         return guesses
 
     def needed(self, count: int) -> range:
-        """The positions among its next `count` that the last layer computes beside the one that
-        samples: those of requested log probabilities or hidden states."""
+        """The positions among its next `count` that the last layer computes besides those that
+        sample: for log probabilities of the prompt, or for its embedding."""
         if not self.work.needs_all_rows:
             return range(0)
         start = max(self.computed, self.pooled.count if self.pooled else len(self.prompt_scores))
         return range(start, min(self.computed + count, self.prompt_length - 1))
 
     def cover(self, count: int, pool: PagePool) -> int:
-        """Adds pages for its next `count` tokens, or for fewer where there is little room. Returns
-        for how many of them it has pages now."""
+        """Adds pages for its next `count` tokens, or for fewer if there is little room. Returns
+        the number of these tokens that have pages now."""
         count = min(count, self.uncomputed)
         while count:
-            places = pool.pages_for(self.computed + count)
-            missing = self.lease.missing(places)
+            needed = pool.pages_for(self.computed + count)
+            missing = self.lease.missing(needed)
             if missing <= 0:  # as in most steps
                 return count
             if missing <= pool.free:
-                self.lease.cover(places)
+                self.lease.cover(needed)
                 return count
             count //= 2
         return 0
 
     def launched(self, count: int) -> None:
-        """Advances to where a step in flight will leave it."""
+        """Advances to the state after a step that is now in flight."""
         self.expected += self.samples(count)
         self.computed += count
 
@@ -154,9 +153,9 @@ class Sequence:
         return min(self.restored, self.lease.found) * self.chain.page_size
 
     def settle(self, computed: int) -> None:
-        """Declares keys and values of tokens[:computed] final: full pages may be shared, and those
-        that no further token sees are given back. Once the prompt is computed, its pages are
-        retained if the request asks for it."""
+        """Marks keys and values of tokens[:computed] as final: full pages may be shared, and pages
+        that no later token sees are returned. Once the prompt is computed, its pages are retained
+        if the request asks for it."""
         if computed // self.chain.page_size > self.lease.named:
             self.lease.name(self.chain.keys(self.tokens, computed))
             self.lease.advance(computed)
@@ -171,7 +170,7 @@ class Sequence:
             self.prompt_scores.append(logprobs)
 
     def will_name(self, place: int, key: bytes) -> bool:
-        """Whether its page number `place` is still to be computed, and will have this key."""
+        """True if its page number `place` is still to be computed, and will have this key."""
         return place >= self.lease.named and self.chain.names(place, key)
 
     def append(self, *tokens: int) -> FinishReason | None:
@@ -184,7 +183,7 @@ class Sequence:
 
 
 def next_page_pending(keys: list[bytes], pool: PagePool, sequences: Iterable[Sequence]) -> bool:
-    """Whether the first page that the cache lacks is being restored, or computed for one of
+    """True if the first page that the cache lacks is being restored, or computed for one of
     `sequences`."""
     place = pool.find(keys)
     if place == len(keys):

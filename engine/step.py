@@ -10,13 +10,25 @@ from baton.engine.sequence import Sequence
 
 Plan = dict[Sequence, int]
 """One step: how many tokens of each sequence to run, from tokens[computed] on, all in one
-forward pass. The lease's pages must cover them. Where they end with the sequence's last token,
-the step samples the next one. It then runs the sequence's guesses too, which are not counted, and
-samples behind each."""
+forward pass. The lease's pages must cover them. If they end with the sequence's last token, the
+step samples the next one. It then runs the sequence's guesses too, which are not counted, and
+samples after each."""
+
+Drawing = dict[Sequence, list[Sequence]]
+"""Sequences that sample, each as it is before each of its tokens."""
+
+
+def drawing_of(plan: Plan) -> Drawing:
+    """The sequences of the plan that sample, in its order."""
+    return {
+        sequence: [sequence.ahead(place) for place in range(sequence.draws(count))]
+        for sequence, count in plan.items()
+        if sequence.samples(count)
+    }
 
 
 def with_guesses(plan: Plan) -> Plan:
-    """How many rows each sequence of the plan has."""
+    """The number of rows of each sequence of the plan."""
     return {
         each: count + len(each.guesses) if each.guesses and each.samples(count) else count
         for each, count in plan.items()
@@ -24,7 +36,7 @@ def with_guesses(plan: Plan) -> Plan:
 
 
 def check_plan(plan: Plan, page_size: int) -> None:
-    """Raises Internal where there is nothing to run, or no page for it."""
+    """Raises Internal if a chunk has nothing to run, or no page for it."""
     for (sequence, count), rows in zip(plan.items(), with_guesses(plan).values(), strict=True):
         if not 0 < count <= sequence.uncomputed:
             raise Internal(f"a chunk of {count} of {sequence.uncomputed} tokens")
@@ -65,8 +77,8 @@ Outcome = Drawn | Checked | BatonError | None
 
 
 def check_guesses(guesses: list[int], drawn: list[Drawn]) -> Checked:
-    """`drawn` has the token sampled before each guess, and the one behind the last. A guess is
-    right if it was sampled in its place, which counts as long as all before it are right."""
+    """Accepts the guesses up to the first that was not sampled in its place. `drawn` has the token
+    sampled in place of each guess, and the one after the last."""
     right = 0
     for guess, each in zip(guesses, drawn, strict=False):
         if guess != token_and_logprobs(each)[0]:
@@ -76,7 +88,7 @@ def check_guesses(guesses: list[int], drawn: list[Drawn]) -> Checked:
 
 
 def outcome_of(guesses: list[int], drawn: list[Drawn]) -> Outcome:
-    """`drawn` as in check_guesses; without guesses, one token."""
+    """`drawn` is as in check_guesses; without guesses, one token."""
     return check_guesses(guesses, drawn) if guesses else drawn[0]
 
 
@@ -85,7 +97,7 @@ class InFlightStep(Protocol):
 
     @property
     def ended(self) -> DeviceEvent | None:
-        """Its end on the device; None where it had ended when its launch returned."""
+        """Its end on the device; None if it had ended when its launch returned."""
 
     def wait(self) -> list[Outcome]:
         """Waits for the outcome of each sequence, in the plan's order. Called once.
@@ -113,13 +125,13 @@ class ChunkInputs(NamedTuple):
     tokens: list[int]
     tables: list[list[int]]  # pages of the sequence by slice, at least up to the last token
     wanted: list[int]  # positions that the last layer computes
-    guesses: int = 0  # of the tokens, those at the end that were guessed
+    guesses: int = 0  # how many tokens at the end are guesses
     adapter: bytes = b""  # its digest; empty: none
 
     @property
     def decodes(self) -> bool:
-        """Whether it has one token, with its guesses: these are attended row by row, with those of
-        other sequences."""
+        """True if it has one token, with its guesses: these rows are attended one by one, with
+        those of other sequences."""
         return len(self.tokens) == 1 + self.guesses
 
     @property

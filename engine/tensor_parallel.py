@@ -1,7 +1,7 @@
 """The processes that run one model together, each with its share of it (architecture.Split).
 
-Rank 0 broadcasts each step over sockets, and all run it: after attention and after the MLP
-their parts are summed. Rank 0 alone has the head, and samples. All are on one host.
+Rank 0 broadcasts each step over sockets, and all ranks run it: after attention and after the MLP
+their parts are summed. Only rank 0 has the head, and samples. All ranks are on one host.
 
     Group      gloo: ranks on CPUs, or on GPUs that they share; the host waits for sums
     NcclGroup  ranks with a GPU each: in the order of the GPU's stream, also in recorded steps
@@ -30,7 +30,8 @@ TIMEOUT = timedelta(minutes=2)
 
 
 class Group:
-    """One rank's view of the group. On rank 0, `others` lead to the other ranks, in order."""
+    """One rank's view of the group. On rank 0, `others` has a connection to each other rank, in
+    order."""
 
     recordable = False
     """Whether a recorded step may contain sums."""
@@ -45,7 +46,7 @@ class Group:
     ) -> None:
         """`rendezvous` is a file that does not exist yet; NCCL uses it throughout. `loaded` is
         called before the ranks connect: on rank 0 it waits until all others have loaded, or
-        raises why one cannot; on the others it reports to rank 0."""
+        raises the error of one; on the others it reports to rank 0."""
         self.split = split
         self._rendezvous = rendezvous
         self._others = others
@@ -53,24 +54,24 @@ class Group:
         self._device = torch.device("cpu")
 
     def connect(self, device: torch.device) -> None:
-        """Returns when every rank is connected to every other. Sums are on `device`."""
+        """Returns when all ranks are connected. Sums are on `device`."""
         self._loaded()
         self._device = device
         self._open(FileStore(str(self._rendezvous), self.split.size))
         self.wait()
 
     def broadcast(self, step: bytes) -> None:
-        """Sends a step to all other ranks, which run it. On rank 0."""
+        """Called on rank 0: sends a step to all other ranks, which run it."""
         for other in self._others:
             other.send_bytes(step)
 
     def close(self) -> None:
-        """Ends the steps of the other ranks. On rank 0."""
+        """Called on rank 0: ends the steps of the other ranks."""
         for other in self._others:
             other.close()
 
     def wait(self) -> None:
-        """A barrier; on a GPU of its own, for what is launched from now on."""
+        """A barrier; with NCCL, for what is launched from now on."""
         self.sum(torch.zeros(1, device=self._device))
 
     def sum(self, part: Tensor) -> Tensor:
@@ -185,14 +186,14 @@ class SummedNorms:
     __slots__ = ("_add_squares", "_sizes", "group", "key", "query")
 
     def __init__(self, query: RMSNorm, key: RMSNorm, group: Group) -> None:
-        """Each with this rank's part of the weight."""
+        """Both have this rank's part of the weight."""
         self.query, self.key, self.group = query, key, group
         self._sizes = torch.tensor([len(norm.wide) for norm in (query, key)])
-        # As a product, since that adds up a row in one order, whatever the other rows.
+        # A product adds up a row in an order that does not depend on the other rows.
         self._add_squares = Linear(torch.eye(2).repeat_interleave(self._sizes, dim=1))
 
     def pack(self) -> None:
-        """As Linear.pack."""
+        """Like Linear.pack."""
         self._add_squares.pack()
 
     def normalize_(self, qkv: Tensor) -> None:
@@ -206,8 +207,8 @@ class SummedNorms:
 
 
 class SummedExperts(Experts):
-    """Each rank has its columns of every expert: their sums are summed. Only rank 0 has the biases
-    of `down`."""
+    """Each rank has its columns of every expert, and the ranks' outputs are summed. Only rank 0 has
+    the biases of `down`."""
 
     __slots__ = ("group",)
 
@@ -223,7 +224,7 @@ class SummedExperts(Experts):
         after: RMSNorm | None = None,
         adapted: AdaptedRows | None = None,
     ) -> Tensor:
-        """As SummedLinear.add_to."""
+        """Like SummedLinear.add_to."""
         if after:
             own = self(residual, norm).to(residual.dtype)
             return after.add_to(residual, self.group.sum(own))

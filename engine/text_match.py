@@ -1,13 +1,12 @@
-"""A place in a text that a sequence follows, and finds again after an edit.
+"""Follows a text that a sequence repeats, and finds it again after an edit.
 
     following ──a guess is wrong──▶ lost ──not found among WINDOW tokens──▶ dropped
         ▲                            │
         └──a guess is right behind───┘
            a token that is found again
 
-An edit is what the answer has instead of the text until the text is found again. It is guessed
-where the text comes to the same two tokens again: a name that is replaced throughout, a line break
-before every field.
+An edit is what the answer has instead of a part of the text. It is guessed again when the text has
+the same two tokens again: a name that is replaced throughout, a line break before every field.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from baton.engine.acceptance import MEMORY, PRIOR_WEIGHT
 from baton.engine.token_index import LONG, TokenIndex
 
 WINDOW = 16
-"""Tokens of the text, and of the sequence, within which a text is found again."""
+"""A lost text is searched for within this many tokens of the text and of the sequence."""
 
 SHORT_MATCH, MATCH, LONG_MATCH, RESUMED, SHIFTED, EDITED = range(6)
-"""Kinds of guesses: by the length of a match; where the text was lost, behind a token that is found
-again, or a token further where none is; and the first of an edit that is guessed again."""
+"""Kinds of guesses: three by the length of the match; two where the text was lost, after a token
+that was found again or, if none was, one token further; and the first token of a repeated edit."""
 
 LONG_LENGTH = 12
 
@@ -33,12 +32,13 @@ NOWHERE = 1 << 62
 
 class Edit(NamedTuple):
     start: int  # in the sequence
-    added: int  # tokens from there on
-    skipped: int  # tokens of the text that they stand for
+    added: int  # tokens of the sequence
+    skipped: int  # tokens of the text that they replace
 
 
 class Match:
-    """`length` tokens before `place` in the text are the sequence's last ones, `own`."""
+    """A place in the text: the `length` tokens before it equal the last ones of the sequence,
+    `own`."""
 
     __slots__ = (
         "_compared",
@@ -62,13 +62,13 @@ class Match:
         self.length = length
         self.kind = self._kind(length)
         self._own = own
-        self._right = self._compared = 0.0  # lately
+        self._right = self._compared = 0.0  # decayed counts
         self._edits: dict[tuple[int, int], Edit] = {}  # by the tokens of the text around its start
-        self._edit: Edit | None = None  # that is guessed again at the place
-        self._edited = 0  # its tokens that came
+        self._edit: Edit | None = None  # the edit that is being guessed
+        self._edited = 0  # its tokens so far
         self._lost: tuple[int, int] | None = None  # places in the text and in the sequence
-        self._found: tuple[int, int] | None = None  # those from which they may be equal again
-        self._shift = 1  # tokens of the text for one other token: 0 where it is inserted
+        self._found: tuple[int, int] | None = None  # places from which they may be equal again
+        self._shift = 1  # tokens of the text that one other token replaces; 0: it is inserted
 
     def next_guess(self) -> int | None:
         if self._edit:
@@ -77,8 +77,8 @@ class Match:
         return text[self.place] if self.place < len(text) else None
 
     def guesses(self, most: int, stops: Container[int]) -> tuple[list[int], list[int]]:
-        """At most `most` tokens, none from one of `stops` on, and their kinds. Where the text is
-        the sequence itself, it goes on with its guesses."""
+        """At most `most` tokens, none from one of `stops` on, and their kinds. If the text is the
+        sequence itself, its guesses follow its last token."""
         own, text, size = self._own.tokens, self.text.tokens, len(self.text.tokens)
         place, edit, edited, kind = self.place, self._edit, self._edited, self.kind
         guesses: list[int] = []
@@ -107,8 +107,8 @@ class Match:
         return guesses, kinds
 
     def take(self, token: int) -> bool:
-        """Follows the sequence's next token, before that is added. False where the text is no
-        longer followed."""
+        """Follows the sequence's next token; called before that is added. Returns False if the
+        text is no longer followed."""
         guess, text = self.next_guess(), self.text.tokens
         if guess is not None:
             self._right = MEMORY * self._right + (guess == token)
@@ -124,7 +124,7 @@ class Match:
         return self.text is self._own or self.place < len(text)
 
     def share(self, assumed: float) -> float:
-        """Of its guesses that are right, where `assumed` are of their kind."""
+        """The share of its guesses that are right; `assumed` is the share of their kind."""
         if self._lost:
             return assumed if self._found else 0.0
         return (PRIOR_WEIGHT * assumed + self._right) / (PRIOR_WEIGHT + self._compared)

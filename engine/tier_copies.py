@@ -5,8 +5,8 @@ A save copies a batch of pages. The life of a restoration:
     under way ─▶ ended: the first `done` pages are restored
         └─ cancel ─▶ as ended, and no further page is written
 
-The pool's thread makes a restoration, may cancel it and settles it; `run` is called by the
-copying thread. Pages are restored in order, up to the first that cannot be.
+The pool's thread makes a restoration, may cancel it and settles it; the copying thread calls
+`run`. Pages are restored in order, up to the first that cannot be restored.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Save:
 class Restoration:
     keys: Sequence[bytes]  # of the lease's pages; the last len(rows) are restored
     lease: Lease
-    rows: Sequence[int | None]  # where each page to restore is; None: in a file
-    next_key: bytes  # of the first page that the prompt lacks
+    rows: Sequence[int | None]  # the row of each page to restore; None: it is in a file
+    next_key: bytes  # of the first page that is not in the pool
     held: list[Lease] = field(default_factory=list)  # of the rows and files
     moved: float = field(default_factory=time.monotonic)  # start, or time of the last page
     done: int = 0
@@ -175,7 +175,7 @@ class UnitCost:
 class RestoreCosts:
     """Compares measured costs: copying a page from each tier, and computing a prompt token.
 
-    What was never measured is tried.
+    Until a cost has been measured, pages are restored.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -184,7 +184,7 @@ class RestoreCosts:
         self.copies = {tier: UnitCost() for tier in Tier}  # pages
 
     def pays(self, tiers: list[Tier], queued: list[Tier], places: int) -> bool:
-        """Whether pages of these tiers, behind those queued, arrive sooner than `places` pages of
+        """True if pages of these tiers, after those queued, arrive sooner than `places` pages of
         tokens are computed."""
         if not self.compute.known:
             return True

@@ -1,6 +1,6 @@
-"""Where runs of tokens stood: the place behind the latest run of each two and of each four.
+"""An index of runs of two and of four tokens: the place after the latest run of each.
 
-Keys are hashes: a collision finds a wrong place, which costs a wrong guess and no more.
+Keys are hashes: a collision finds a wrong place, which costs no more than a wrong guess.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 LONG, SHORT = 4, 2
-"""Tokens that must be equal for a match."""
+"""Lengths of indexed runs."""
 
 _FACTOR = 0x9E3779B1
 
@@ -35,14 +35,14 @@ class TokenIndex:
         return self._places.get(key)
 
     def append(self, token: int, keys: list[tuple[int, int]]) -> None:
-        """`keys` are those of the runs that end with the token."""
+        """`keys`: `last_runs` of the token."""
         self.tokens.append(token)
         for _, key in keys:
             self._places[key] = len(self.tokens)
 
 
 def last_runs(tokens: list[int], token: int) -> list[tuple[int, int]]:
-    """Size and key of each run that ends with `token` behind `tokens`, the longest first."""
+    """Size and key of each run that ends with `token` after `tokens`, the longest first."""
     if not tokens:
         return []
     last = tokens[-1] * _FACTOR + token
@@ -54,5 +54,5 @@ def last_runs(tokens: list[int], token: int) -> list[tuple[int, int]]:
 
 
 def _key(number: int, size: int) -> int:
-    """As in `extend`, whose 64 bits wrap."""
+    """The key as in `extend`, whose 64 bits wrap."""
     return number * LONG + size & (1 << 64) - 1

@@ -1,8 +1,9 @@
 """A model's weights as codes: those of its checkpoint, or of a quantization.
 
 On GPUs the integers of a checkpoint stay as they are (kernels/packed.py). Weights are dequantized
-while they are loaded, then packed again, so code that rearranges, joins, splits or balances them
-is the same. What cannot be packed stays dequantized, with the same answers.
+while they are loaded, then packed again, so that code that rearranges, joins, splits or balances
+weights does not handle codes. Weights that cannot be packed stay dequantized, with the same
+answers.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ PACKED: dict[str, WeightCodes] = {"int8": "packed_int8", "int4": "packed_int4"}
 
 
 def packs(device: str, dtype: torch.dtype) -> bool:
-    """Whether such a device multiplies packed weights as the matrix library does plain ones."""
+    """True if the device multiplies packed weights like the matrix library multiplies plain
+    ones."""
     if not device.startswith("cuda") or dtype not in (torch.bfloat16, torch.float16):
         return False
     return torch.cuda.get_device_capability(device) >= CODES_CAPABILITY
 
 
 def describe_quantization(quantization: WeightQuantization, dtype: str, device: str) -> str:
-    """Which code multiplies the weights, or what they lose."""
+    """Names the code that multiplies the weights, or warns of their loss."""
     if quantization == "fp8":
         return "; a small model loses by fp8 (baton doctor --quality)"
     if quantization == "none" or device != "cpu":
@@ -62,11 +64,11 @@ class CodedWeights:
 
     @property
     def of_checkpoint(self) -> bool:
-        """Whether the checkpoint's own codes are kept."""
+        """True if the checkpoint's own codes are kept."""
         return self._packed and self._quantization == "none"
 
     def add(self, linear: AnyLinear, grid: Grid | None) -> None:
-        """A linear layer that was loaded, and what the checkpoint's codes stand for."""
+        """Adds a linear layer that was loaded, with the grid of the checkpoint's codes."""
         if grid is not None:
             self._grids.append((linear, grid))
 

@@ -1,6 +1,6 @@
 """Fills the model's fused buffers, from a checkpoint or with random numbers.
 
-Where several ranks run the model, each keeps only its own part (architecture.Split).
+If several ranks run the model, each keeps only its own part (architecture.Split).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from baton.kernels.routing import Routing
 Name = TypeVar("Name")
 
 Projections = tuple[Linear, LatentHeads | None, RMSNorm | None, RMSNorm | None]
-"""A layer's qkv and what lies between it and attention: latents, norms of queries and keys."""
+"""A layer's qkv and what is between it and attention: latents, norms of queries and keys."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -43,7 +43,7 @@ SHARED_EXPERTS = ("shared_expert.", "shared_experts.")
 ROUTERS = ("gate", "router")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_PROJECTIONS = ("w1", "w3", "w2")
-"""Alternative names in checkpoints: the first that is there is used, or else the first."""
+"""Alternative names in checkpoints. The first one present is used."""
 
 
 def load_model(
@@ -58,8 +58,8 @@ def load_model(
     packed: bool | None = None,
 ) -> Model:
     """Loads the source's weights; with a group, this rank's part of them. Each layer is quantized
-    before the next is loaded. `balanced`: with keys for int8 pages. `packed`: with integers packed
-    for GPUs, which by default the device decides.
+    before the next is loaded. `balanced`: keys are balanced for int8 pages. `packed`: integers are
+    packed for GPUs; by default the device decides.
 
     `architecture` is the whole model's; the returned model has that of its part.
     """
@@ -103,7 +103,7 @@ class _Loader:
         return Model(shape, embedding, scale, layers, norm, head)
 
     def _embedding(self) -> Tensor:
-        """A tied matrix may be stored as either of the two."""
+        """A tied matrix may be stored under either name."""
         shape, source = self._architecture, self._source
         other = shape.tied_embeddings and EMBEDDING not in source and HEAD in source
         return self._tensor(HEAD if other else EMBEDDING, shape.vocabulary_size, shape.hidden)
@@ -111,8 +111,8 @@ class _Loader:
     def _head(self, embedding: Tensor) -> Linear:
         """The head, without rows on ranks that do not sample.
 
-        A config may call a head tied that is stored and differs from the embedding: then, as in
-        transformers, it is not tied.
+        If the config calls the head tied but the checkpoint stores a different one, it is not
+        tied, as in transformers.
         """
         tied = self._architecture.tied_embeddings
         if self._split.rank:
@@ -170,7 +170,7 @@ class _Loader:
         prefix = layer + self._stored(EXPERTS, lambda name: f"{layer}{name}gate.weight")
         gate_up = self._empty(routing.every, 2 * routing.columns, hidden)
         down = self._empty(routing.every, hidden, routing.columns)
-        self._chosen_experts(prefix + "experts.", gate_up[: routing.experts], down)
+        self._routed_experts(prefix + "experts.", gate_up[: routing.experts], down)
         if routing.shared:
             self._shared_experts(prefix, gate_up[routing.experts :], down[routing.experts :])
         biases = self._expert_biases(prefix + "experts.", routing)
@@ -192,7 +192,7 @@ class _Loader:
             self._source.copy(f"{name}.e_score_correction_bias", correction)
         return Linear(weight, bias), correction
 
-    def _chosen_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
+    def _routed_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
         """gate_up [experts, 2 * columns, hidden]; down [experts or more, hidden, columns].
 
         Stored one by one, or all as one tensor.
@@ -221,7 +221,7 @@ class _Loader:
             self._source.copy(f"{prefix}{index}.{out}.weight", down[index], cut=cut)
 
     def _expert_biases(self, prefix: str, routing: Routing) -> ExpertBiases:
-        """As of _summed, only rank 0 has those of projections onto the residual."""
+        """As in _summed, only rank 0 has the biases of projections onto the residual."""
         if not routing.biased:
             return NO_BIASES
         gate_up, down = self._empty(routing.every, 2 * routing.columns), None
@@ -237,7 +237,7 @@ class _Loader:
     def _shared_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
         """gate_up [shared, 2 * columns, hidden]; down [shared, hidden, columns].
 
-        Stored as one MLP: each takes its part of the columns, and each rank its part of those.
+        Stored as one MLP: its columns are split over the experts, and each expert's over the ranks.
         """
         shared, hidden, columns = down.shape
         rank, cut = self._split.rank, (shared, self._split.size, columns)
@@ -249,7 +249,7 @@ class _Loader:
         down.copy_(whole.view(hidden, *cut)[:, :, rank].transpose(0, 1))
 
     def _stored(self, names: Sequence[Name], tensor: Callable[[Name], str]) -> Name:
-        """The first of the names whose tensor is there, or else the first."""
+        """The first of the names whose tensor is present; the first one if none is."""
         return next((name for name in names if tensor(name) in self._source), names[0])
 
     def _by_heads(self, prefix: str, place: int | None) -> Projections:
@@ -270,7 +270,7 @@ class _Loader:
         return qkv, None, query_norm, key_norm
 
     def _latent(self, prefix: str, _: int | None) -> Projections:
-        """Queries, or what they are made of, and latents as one product; and the rest."""
+        """One product for queries (or compressed queries) and latents; and what follows it."""
         heads, latent = self._architecture.heads, self._architecture.latent
         assert latent is not None
         queries = heads * (latent.plain + latent.rotated)
@@ -316,8 +316,8 @@ class _Loader:
     def _joined(
         self, prefix: str, sizes: dict[str, int], fused: str | None, *, bias: bool
     ) -> tuple[Tensor, Tensor | None, Grid | None]:
-        """Weight, bias and codes of projections of the residual, {name: outputs}, as one; in the
-        checkpoint they are `fused` or apart."""
+        """Joins the weights, biases and codes of projections of the residual, {name: outputs}. In
+        the checkpoint they are `fused` or separate."""
         rows = sum(sizes.values())
         weight = self._empty(rows, self._architecture.hidden)
         biases = self._empty(rows) if bias else None
@@ -333,7 +333,7 @@ class _Loader:
         return weight, biases, join_grids(grids)
 
     def _summed(self, name: str, inputs: int, *, bias: bool) -> Linear:
-        """A projection onto the residual; other ranks have the other inputs."""
+        """A projection onto the residual, split by inputs over the ranks."""
         weight, biases = self._empty(self._architecture.hidden, inputs), None
         cut = self._cut(1, inputs)
         grid = self._grid(f"{name}.weight", cut)
@@ -352,8 +352,8 @@ class _Loader:
         return found and found.to(self._device)
 
     def _cut(self, dimension: int, *sizes: int) -> Cut:
-        """This rank's `sizes` of parts that all ranks share evenly; a single rank's are one part,
-        which is not copied to be joined."""
+        """This rank's `sizes` of parts that all ranks share evenly. A single rank has one part,
+        which saves the copy that joins parts."""
         if self._split.size == 1:
             sizes = (sum(sizes),)
         parts, start = [], 0

@@ -1,6 +1,6 @@
 """Runs the model classes of the installed transformers over our pages.
 
-    inspection           what a class asks of the engine, found without its weights
+    inspection           what a class needs from the engine, found without its weights
     attention_interface  attention over pages, as transformers' attention interface calls it
     fallback_model       weights, forward, head and steps, and the check that a model answers as
                          transformers alone does

@@ -2,8 +2,8 @@
 
 A model calls `attend` once per layer, with rows [1, heads, T, dim] of all sequences of a step,
 rotated already. It stores keys and values in the layer's pages and reads what each row sees from
-there. What a row may see is decided by the step and the layer's window alone: the mask that a
-model passes along is a note of that window, which `note_window` writes and the inspection reads.
+there. Only the step and the layer's window decide what a row may see. The mask that a model passes
+along just notes that window: `note_window` writes it and the inspection reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAME = "baton"
 """The name of our attention among transformers' implementations."""
 
 QUERIES = 256
-"""Rows of a chunk attended together where scores are kept in memory."""
+"""Rows of a chunk attended together, since their scores are kept in memory."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ _step: ContextVar[PagedStep] = ContextVar("step")
 
 @contextlib.contextmanager
 def running(step: PagedStep) -> Iterator[None]:
-    """Models that run within use this step's pages."""
+    """Models that run in this context use the step's pages."""
     token = _step.set(step)
     try:
         yield
@@ -90,7 +90,7 @@ def attend(
     s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. The inspection has seen all that `others` may hold."""
+    """transformers' attention function. The inspection has checked all that `others` may hold."""
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     attended = _step.get().attend(query[0], key[0], value[0], Scoring(scale, softcap), s_aux)
     return attended[None], None

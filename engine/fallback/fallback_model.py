@@ -27,15 +27,15 @@ CHECK_CHUNKS = ((0, 9), (9, 23), (23, 24))
 """How the checked sequence is cut: two chunks, and a single token."""
 
 TOLERANCE = {torch.float32: 1e-3}
-"""Largest relative distance of logits; other types have HALF_TOLERANCE."""
+"""Largest relative distance of logits; other dtypes have HALF_TOLERANCE."""
 HALF_TOLERANCE = 0.1
 
 
 class FallbackModel:
-    """Splits a causal language model where its head begins: many rows run, few are wanted.
+    """Splits a causal language model into body and head: many rows run, few need logits.
 
-    Its own `forward` runs both times, so whatever a class does around its body and its head is
-    done: the body's output is kept the first time, and given back the second.
+    The model's own `forward` runs for both, so that everything a class does around its body and
+    its head is done. The body's output is kept the first time, and returned the second time.
     """
 
     def __init__(self, model: Any, architecture: FallbackArchitecture) -> None:
@@ -43,8 +43,8 @@ class FallbackModel:
         self._model = model
         self._body = model.get_submodule(architecture.body)
         self._forward_body = self._body.forward
-        self._hidden: Tensor | None = None  # [1, n, hidden], what the head is to read
-        # The body's last output, for other rows.
+        self._hidden: Tensor | None = None  # [1, n, hidden], the head's input
+        # Makes the body's last output with other rows.
         self._rebuild: Callable[..., Any] = BaseModelOutputWithPast
         self._body.forward = self._run_body
 
@@ -69,7 +69,8 @@ class FallbackModel:
         return logits.cpu()
 
     def reference_logits(self, tokens: Tensor) -> Tensor:
-        """[T, vocabulary] of one sequence as transformers computes it alone, on the host."""
+        """[T, vocabulary] of one sequence as transformers computes it without pages, on the
+        host."""
         self._body.forward = self._forward_body
         self._model.set_attn_implementation("eager")
         try:
@@ -113,7 +114,7 @@ class FallbackRunner(StepRunner):
         step = self._paged_step(inputs, rows.writes)
         hidden = self._model.forward(rows.tokens, rows.positions, rows.wanted, step)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # pages are sent once a step has ended
+            torch.cuda.synchronize(self._device)  # pages may be pushed when this returns
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -131,8 +132,8 @@ class FallbackRunner(StepRunner):
 
     @torch.inference_mode()
     def check_against_transformers(self) -> None:
-        """Raises UnsupportedModel unless a sequence that runs in chunks, beside another one and
-        over pages, has the logits that transformers computes for it whole and alone. Overwrites
+        """Raises UnsupportedModel unless a sequence that runs over pages, in chunks and beside
+        another one, has the logits that transformers computes for it whole and alone. Overwrites
         pages."""
         shape = self._model.architecture
         tokens = torch.randint(
@@ -162,7 +163,7 @@ class FallbackRunner(StepRunner):
 def load_fallback(
     folder: Path, architecture: FallbackArchitecture, dtype: torch.dtype, device: str
 ) -> FallbackModel:
-    """Loads the weights through transformers, from safetensors alone, and checks the model."""
+    """Loads the weights through transformers, from safetensors only, and checks the model."""
     checkpoint_files(folder)
     transformers_logging.disable_progress_bar()
     config, model_class = read_class(folder)

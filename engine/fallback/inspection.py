@@ -1,9 +1,9 @@
-"""What a model class of transformers asks of the engine, found by one forward without weights.
+"""Finds what a model class of transformers needs from the engine, by one forward without weights.
 
-The model is made on torch's meta device, where tensors have shapes and no numbers, and runs a few
+The model is made on torch's meta device, where tensors have shapes and no values, and runs a few
 rows. Each call of the attention interface shows one layer: its heads, and what a row sees. A
-class that does anything else (attends by itself, keeps other state, masks otherwise) is refused by
-name, before its weights are read.
+class that does anything else (its own attention, other state, other masks) is refused by name,
+before its weights are read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEUTRAL = {
     "labels",
     "logits_to_keep",
 }
-"""Arguments of attention functions that change nothing here."""
+"""Arguments of attention functions that have no effect here."""
 
 OBEYED = {"scaling", "softcap", "s_aux"}
 
@@ -49,7 +49,7 @@ MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
 
 
 def inspect_model(folder: Path) -> FallbackArchitecture:
-    """The shape of the model in `folder`, or UnsupportedModel."""
+    """Returns the shape of the model in `folder`. Raises UnsupportedModel."""
     config, model_class = read_class(folder)
     name = model_class.__name__
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
@@ -86,7 +86,7 @@ def inspect_model(folder: Path) -> FallbackArchitecture:
 
 
 def read_class(folder: Path) -> tuple[Any, Any]:
-    """The config and the model class that transformers has for it."""
+    """Returns the config and the model class that transformers has for it."""
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(f"{folder} holds an adapter, which is not supported; merge it first")
     if gguf_files(folder):
@@ -130,7 +130,7 @@ class _LayerSeen:
 
 @dataclass
 class _Observed:
-    """What a model does, as its attention and mask functions see it."""
+    """Records what a model does, as its attention and mask functions see it."""
 
     name: str
     layers: list[_LayerSeen] = field(default_factory=list)
@@ -188,7 +188,7 @@ class _StrictCache(PassingCache):
 
 
 def _is_causal(mask_function: MaskFunction, window: int | None) -> bool:
-    """Whether a row sees just itself and the tokens before it, or of these a window."""
+    """True if a row sees just itself and the tokens before it, or a window of these."""
     size = window or 2 * ROWS
     # Around the borders of a window, and of blocks of its size.
     rows = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1])
@@ -224,7 +224,7 @@ def _run_without_weights(config: Any, model_class: Any, seen: _Observed) -> str:
             model(input_ids=rows, position_ids=rows, past_key_values=cache, use_cache=True)
     except UnsupportedModel:
         raise
-    except Exception as error:  # what a foreign class may raise is not known
+    except Exception as error:  # a foreign class may raise anything
         if error.args == (INSPECTION,):  # it looks for attention in a table of its own
             raise UnsupportedModel(_NO_INTERFACE.format(seen.name)) from error
         raise UnsupportedModel(
@@ -238,17 +238,17 @@ def _run_without_weights(config: Any, model_class: Any, seen: _Observed) -> str:
 
 
 def _empty_model(config: Any, model_class: Any) -> Any:
-    """The model on the meta device. Experts run as one product: other ways look at numbers."""
+    """The model on the meta device. Experts run as one product: other ways look at values."""
     config._experts_implementation = "batched_mm"
     model = model_class._from_config(config, attn_implementation=INSPECTION, dtype=torch.float32)
     return model.eval()
 
 
 def _check_numbering(model: nn.Module, name: str) -> None:
-    """RoBERTa's embeddings number a sequence's tokens by themselves, but use positions as given."""
+    """Refuses embeddings like RoBERTa's, which number a sequence's tokens themselves."""
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise UnsupportedModel(
-            f"{name} numbers tokens from behind the padding token's id, without the padding, and"
+            f"{name} numbers tokens from after the padding token's id, without the padding, but"
             " transformers' own generate numbers them from 0, which gives other answers"
         )
 
@@ -264,14 +264,15 @@ def _context_length(text: Any, name: str) -> int:
             raise UnsupportedModel(
                 f"{name}: dynamic RoPE scaling depends on the longest row of a batch"
             )
-        if kind == "longrope":  # beyond it, all rows of a batch would be rotated otherwise
+        if kind == "longrope":  # a longer row would change the rotation of its whole batch
             original = getattr(text, "original_max_position_embeddings", None)
             limits.append(rope.get("original_max_position_embeddings", original) or stated)
     return min(limits)
 
 
 def _check_windows(text: Any, layers: list[_LayerSeen], context: int, name: str) -> None:
-    """transformers' caches drop what a stated window hides, also where a class masks nothing."""
+    """Refuses windows that a class ignores: transformers' caches drop what a stated window hides,
+    even if the class does not mask it."""
     for kept, layer in zip(DynamicCache(config=text).layers, layers, strict=False):
         stated = getattr(kept, "sliding_window", None) or context
         if stated < (layer.window or context):
@@ -279,11 +280,11 @@ def _check_windows(text: Any, layers: list[_LayerSeen], context: int, name: str)
 
 
 def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    """One for all layers, or one for each kind of layer."""
+    """The parameters for all layers, or for each kind of layer."""
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
 
 
 def first_line(error: BaseException) -> str:
-    """Of the error's message; its type's name where it has none."""
+    """The first line of the error's message; without one, the name of its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

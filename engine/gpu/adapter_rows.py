@@ -1,4 +1,4 @@
-"""The rows of a step by the slots of their adapters: sorted by the host, read by kernels."""
+"""The rows of a step grouped by the slots of their adapters: the host sorts, kernels read."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ class StepAdapters(NamedTuple):
         return self._replace(rows=self.sampled)
 
     def shrink(self, layer: AnyLinear, x: Tensor) -> Shrunk | None:
-        """What adapters make of a layer's inputs x [T, K]; None where none can."""
+        """The adapters' first product, of a layer's inputs x [T, K]; None if adapters cannot add to
+        the layer."""
         stack = self.stacks.get(layer)
         return shrink(x, stack, self.rows) if stack else None
 
     def between(self, layer: AnyLinear) -> LatentAdapters | None:
-        """Of a layer between latents and heads; None where none can add to it."""
+        """The adapters of a layer between latents and heads; None if they cannot add to it."""
         stack = self.stacks.get(layer)
         return LatentAdapters(stack, self.rows, self.sampled) if stack else None
 
 
 class AdapterInputs:
-    """The adapters of steps; those of recorded ones are where the recordings read them."""
+    """The adapters of steps. Those of recorded steps are in a buffer that the recordings read."""
 
     def __init__(self, adapters: AdapterSlots, most: int, device: torch.device) -> None:
-        """`most` rows of a recorded step."""
+        """`most`: rows of the largest recorded step."""
         self._stacks = adapters.stacks
         self._slots = adapters.count
         self._device = device
@@ -48,17 +49,17 @@ class AdapterInputs:
         self._recorded = torch.full((size,), -1, dtype=torch.int32, device=device)
 
     def recorded(self, rows: int) -> StepAdapters:
-        """Of a recorded step of so many rows."""
+        """The adapters of a recorded step of `rows` rows."""
         there = _rows_in(self._recorded, rows, tile_count(rows, self._slots))
         return StepAdapters(self._stacks, there, there)
 
     def fill(self, slots: Ints) -> None:
-        """For the next replay: `slots` [T], -1 without an adapter."""
+        """Fills the buffer for the next replay. `slots` [T]: -1 without an adapter."""
         tiles = tile_count(len(slots), self._slots)
         upload_into(self._recorded, arrange_rows(slots, tiles).joined())
 
     def of_step(self, slots: Ints, samples: Ints) -> StepAdapters:
-        """Of a step that is not recorded."""
+        """The adapters of a step that is not recorded."""
         return StepAdapters(self._stacks, self._upload(slots), self._upload(slots[samples]))
 
     def _upload(self, slots: Ints) -> SlotRows:
@@ -67,7 +68,7 @@ class AdapterInputs:
 
 
 class SlotArrays(NamedTuple):
-    """As SlotRows."""
+    """SlotRows on the host."""
 
     slots: Ints
     order: Ints
@@ -78,13 +79,13 @@ class SlotArrays(NamedTuple):
 
 
 def tile_count(rows: int, slots: int) -> int:
-    """Tiles that any step of so many rows can need: a slot's last one may hold a single row."""
+    """The most tiles that a step of `rows` rows needs: a slot's last one may hold a single row."""
     used = min(rows, slots)
     return used + (rows - used) // TILE_ROWS
 
 
 def arrange_rows(slots: Ints, tiles: int = 0) -> SlotArrays:
-    """`slots` [T] of the rows, -1 without an adapter. At least `tiles` tiles, some empty."""
+    """Sorts rows by their `slots` [T], -1 without an adapter. Adds empty tiles up to `tiles`."""
     order = np.argsort(slots, kind="stable").astype(np.int32)
     used: list[tuple[int, int, int]] = []
     values, starts, counts = np.unique(slots[order], return_index=True, return_counts=True)

@@ -1,8 +1,8 @@
-"""LoRA adapters on a GPU: in slots, at addresses that recorded steps keep.
+"""LoRA adapters on a GPU, in slots at fixed addresses, which recorded steps keep.
 
-A slot holds A and B of all layers in one block, padded to one rank, and an adapter waits in host
-memory in the same form. So a load is one copy, in the order of the steps' stream: steps in flight
-may use the adapter that had the slot before.
+A slot holds A and B of all layers in one block, padded to one rank; host memory keeps adapters in
+the same form. So a load is one copy, in the order of the steps' stream: steps in flight may still
+use the slot's previous adapter.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from baton.kernels.gpu.low_rank import AdapterStack, padded_rank
 from baton.kernels.linear import AnyLinear
 
 CHANGE = bytes(4)
-"""Begins a message about a change of adapters to other ranks, as no step does."""
+"""Prefix of a message to other ranks about a change of adapters; no step begins with it."""
 
 
 class AdapterSlots:
-    """The adapters of this rank's part of a model. Loads run in another thread, one at a time; all
-    else in the engine's."""
+    """The adapters of this rank's part of a model. Loads run in another thread, one at a time;
+    everything else runs in the engine's."""
 
     def __init__(self, model: Model, room: AdapterRoom, group: Group | None = None) -> None:
         self._model = model
@@ -49,14 +49,14 @@ class AdapterSlots:
         self.stacks = self._stacks(self._memory)
         self._free = list(range(room.slots))
         self._slots: dict[bytes, int] = {}
-        self._host: OrderedDict[bytes, Tensor] = OrderedDict()  # the one loaded last at the end
+        self._host: OrderedDict[bytes, Tensor] = OrderedDict()  # most recently loaded last
 
     @property
     def count(self) -> int:
         return self._room.slots
 
     def load_adapter(self, adapter: Adapter) -> Tensor:
-        """What a slot gets, in host memory."""
+        """Returns the block for a slot, in host memory."""
         found = self._host.pop(adapter.digest, None)
         if found is None:
             found = self._read(adapter)
@@ -75,7 +75,7 @@ class AdapterSlots:
         self._broadcast(AdapterChange(Adapter(digest, ""), loaded=False))
 
     def follow(self, message: bytes) -> None:
-        """On a rank other than 0: does what rank 0 has done."""
+        """Called on other ranks: makes the change that rank 0 has made."""
         adapter, loaded = pickle.loads(message[len(CHANGE) :])
         if loaded:
             self.add_adapter(adapter, self.load_adapter(adapter))
@@ -83,7 +83,7 @@ class AdapterSlots:
             self.drop_adapter(adapter.digest)
 
     def slots_of(self, rows: Plan) -> Ints | None:
-        """Of each row of the sequences; None where none has an adapter."""
+        """The slot of each row's adapter, or -1; None if no row has an adapter."""
         digests = [sequence.work.adapter_digest for sequence in rows]
         if not any(digests):
             return None

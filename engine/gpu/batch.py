@@ -2,11 +2,10 @@
 
 Rows are tokens: first one for each decoding sequence, then the chunks. A sequence with guesses is
 a chunk, except in a step that only decodes: there blocks list its rows, which are attended together
-(kernels/gpu/guess_attention.py). So are the few tokens that a draft model has missed of a sequence.
+(kernels/gpu/guess_attention.py). So are the few tokens of a sequence that a draft model is behind.
 
-`StepMessage` is what
-rank 0 sends to the other ranks, as 32-bit numbers; its tokens are placeholders there, since
-those that rank 0 settles are shared from device to device (engine/gpu/runner.py).
+Rank 0 sends `StepMessage` to the other ranks, as 32-bit numbers. They ignore its tokens, since rank
+0 shares the final ones from device to device (engine/gpu/runner.py).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class StepArrays:
     blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py and guess_attention.py
     long: list[LongChunk]
     decoding: int  # rows that are the one new token of their sequence, or one of its guesses
-    guesses: bool = False  # whether these have several rows of one sequence
+    guesses: bool = False  # whether decoding rows include several of one sequence
     adapters: Ints | None = None  # [T], slots of the rows' adapters or -1; None: no row has one
 
     @property
@@ -57,7 +56,7 @@ class StepArrays:
         return np.concatenate((self.rows.ravel(), self.blocks.ravel()))
 
     def padded(self, rows: int, blocks: int, padding_slot: int) -> StepArrays:
-        """With idle rows and blocks at the end."""
+        """Adds idle rows and blocks at the end."""
         if rows == self.count and blocks == len(self.blocks):
             return self
         count = rows - self.count
@@ -146,8 +145,8 @@ def step_arrays(
 def _decoding_rows(
     plan: Plan, chunks: Plan, slots: list[int], limits: Limits, adapters: Ints | None
 ) -> StepArrays:
-    """Of a step that only decodes. Its rows are few, and the host has the least time for them:
-    lists take less than arrays."""
+    """The arrays of a step that only decodes. It has few rows and leaves the host the least time:
+    lists are faster than arrays."""
     size, guesses = limits.page_size, len(plan) < sum(chunks.values())
     rows: list[list[int]] = [[] for _ in range(INPUT_ROWS + limits.slices)]
     blocks: list[tuple[int, int, int, int]] = []
@@ -182,7 +181,7 @@ def _decoding(plan: Plan, chunks: Plan, limits: Limits) -> int:
 
 
 def _is_short(plan: Plan, most: int) -> bool:
-    """Whether each chunk is one token, or up to `most` that sample."""
+    """True if each chunk is one token, or up to `most` tokens that sample."""
     return all(
         count == 1 or (count <= most and sequence.samples(count) and not sequence.pooled)
         for sequence, count in plan.items()
@@ -209,7 +208,7 @@ def _pages(sequence: Sequence, count: int, number: int, page_size: int) -> Ints:
 def _blocks(
     first: int, start: int, count: int, slot: int, size: int = BLOCK_QUERIES
 ) -> list[tuple[int, int, int, int]]:
-    """Of `size` rows each; the last block first: it sees the most."""
+    """Blocks of `size` rows each; the last one first, since it sees the most."""
     return [
         (first + offset, start + offset, min(size, count - offset), slot)
         for offset in reversed(range(0, count, size))
@@ -235,7 +234,7 @@ def upload_into(target: Tensor, array: Ints) -> None:
 
 
 def download(values: Tensor) -> Tensor:
-    """Host memory that is filled in the order of the stream."""
+    """Copies to host memory in the order of the stream, without waiting."""
     pinned = values.device.type == "cuda"
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
     return there.copy_(values, non_blocking=True)
@@ -256,8 +255,9 @@ class StepMessage(NamedTuple):
 
 
 def encode_step(step: StepMessage) -> bytes:
-    """Counts of inputs of a row, rows, blocks, long chunks, decoding rows, pages, wanted rows and
-    rows with or without adapters, if any has one; whether there are guesses; then all."""
+    """A head, then all arrays. The head has counts: inputs of a row, rows, blocks, long chunks,
+    decoding rows, pages, wanted rows, rows of adapters (0 if no row has one); then whether there
+    are guesses."""
     arrays = step.arrays
     adapters = np.empty(0, np.int32) if arrays.adapters is None else arrays.adapters
     head = [*arrays.rows.shape, len(arrays.blocks), len(arrays.long), arrays.decoding]

@@ -1,4 +1,4 @@
-"""How one worker uses its GPU, and its confinement to a part of it.
+"""A worker's settings for its GPU, and its confinement to a part of it.
 
 A green context owns some of the GPU's multiprocessors; what is launched in it runs there.
 Processes that share a GPU run at the same time only under NVIDIA's multi-process service
@@ -22,7 +22,7 @@ CODES_CAPABILITY = (9, 0)
 log = logging.getLogger(__name__)
 
 _contexts: list[object] = []
-"""A context ends with its last reference."""
+"""References that keep contexts alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class AdapterRoom:
 
 @dataclass(frozen=True, slots=True)
 class DraftRoom:
-    """What a draft model takes of a GPU beside the main one, which leaves room for it."""
+    """The memory that the main model leaves for a draft model on a GPU."""
 
-    fixed: int  # bytes of its weights and its steps, and of its pages where these are configured
+    fixed: int  # bytes of its weights and its steps, and of its pages if these are configured
     page: int  # bytes for each page of the main model; 0: its pages are configured
 
     def beside(self, left: int, page: int) -> int:
-        """Of the bytes `left`, those for the main model's pages of `page` bytes."""
+        """The share of `left` bytes for the main model's pages of `page` bytes."""
         return (left - self.fixed) * page // (page + self.page)
 
 
@@ -60,8 +60,8 @@ class GpuSettings:
 
 
 def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) -> int:
-    """Bytes of this worker's share of the GPU that are left beside what it has allocated and
-    `reserved` ones. Raises InvalidConfig, and says beside what, if there are none."""
+    """Bytes left of this worker's share of the GPU, without those that it has allocated and
+    `reserved` ones. If none are left, raises InvalidConfig, which names what is `beside`."""
     import torch  # as below
 
     free, total = torch.cuda.mem_get_info(device)
@@ -77,10 +77,10 @@ def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) 
 
 
 def check_codes(device: str, quantization: str, kv_dtype: str) -> None:
-    """Raises InvalidConfig if the GPU has no products of these codes that add up as ours do."""
+    """Raises InvalidConfig if the GPU has no products of these codes that sum in our order."""
     import torch  # as below
 
-    integers = kv_dtype.startswith("int")  # become numbers before they are multiplied
+    integers = kv_dtype.startswith("int")  # dequantized before they are multiplied
     chosen = {"quantization": quantization, "kv_dtype": "auto" if integers else kv_dtype}
     needing = [field for field, value in chosen.items() if value not in ("none", "auto")]
     if device == "cpu" or not needing:

@@ -1,8 +1,7 @@
-"""The draft model on a GPU: how its steps are made, and the room that the main model leaves for it.
+"""The memory that the main model leaves for the draft model on a GPU.
 
-The main model takes all memory that is left. It does so before the draft is loaded, which on a
-worker that begins with prefill is after a role switch. So what the draft takes is computed, from
-its shape.
+The main model takes all memory that is left, before the draft is loaded: a worker that begins with
+prefill loads it after a role switch. So the draft's memory is computed from its shape.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from baton.engine.weights import load_model
 
 
 def draft_room(config: Config, folder: Path, dtype: torch.dtype, main: GpuSettings) -> DraftRoom:
-    """Of the draft in `folder`, on a GPU. `config` is settled; `main` are the main model's."""
+    """The room for the draft in `folder`. `config` is settled; `main` is the main model's."""
     shape = read_model(folder, "auto", config.max_context)
     if not isinstance(shape, Architecture):
         raise InvalidConfig("a draft model runs natively on a GPU, or not at all", field=FIELD)
@@ -36,7 +35,7 @@ def draft_room(config: Config, folder: Path, dtype: torch.dtype, main: GpuSettin
 
 
 def _weight_bytes(shape: Architecture, dtype: torch.dtype) -> int:
-    """Before they are quantized, layer by layer."""
+    """The bytes of the weights before quantization, which runs layer by layer."""
     sizes = TensorSizes()
     load_model(sizes, shape, dtype, "meta")
     return sizes.bytes

@@ -1,11 +1,11 @@
 """The decoder on a GPU: the layers over a batch of rows.
 
-Few rows cost what reading the weights costs: products with the norms, the gate and the sums
-inside them (kernels/gpu/linear.py), five kernels per layer. Many rows use the matrix library's
-products, with one kernel each between them. Both give a row the same bits, if the library does
-not cut the inputs of a product into parts (`Numerics`). Where several ranks share the model,
-their parts are summed before they are added to the residual, in either form. Experts have one
-form for any number of rows (kernels/gpu/experts.py).
+Few rows cost as much as reading the weights: products include the norms, the gate and the sums
+(kernels/gpu/linear.py), five kernels per layer. Many rows use the matrix library's products, with
+one kernel between two of them. Both give a row the same bits if the library does not split the
+inputs of a product (`Numerics`). If several ranks share the model, their parts are summed before
+they are added to the residual, in either form. Experts have one form for any number of rows
+(kernels/gpu/experts.py).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from baton.kernels.linear import AnyLinear, Linear, RMSNorm
 from baton.kernels.packed import PackedWeight
 
 SPLIT_ROWS = range(65, 257)
-"""With this many rows a product onto the residual has tiles for half of the chip: where a
-row's bits may depend on the batch, it is split into two products over half of the inputs
-each, which the next norm adds up."""
+"""With this many rows a product onto the residual has tiles for only half of the chip. If a row's
+bits may depend on the batch, it is split into two products over half of the inputs each, which
+the next norm adds up."""
 
 Attend = Callable[[int, Projected], Tensor]
 """(layer, queries, keys and values of T rows) -> [T, heads * dim]. Also stores the rows' keys
@@ -70,8 +70,9 @@ class Forward:
         self._late_size = model.embedding.dtype != torch.float16
 
     def with_few_layers(self) -> Forward:
-        """The first layer and the last, whose kernels differ, and one of each kind between, after
-        one of each kind: what a layer reads depends on the one before."""
+        """A forward of few layers that uses all kernels: the first and the last layer, which have
+        their own, and one layer for each pair of kinds of neighbours, since what a layer reads
+        depends on the one before."""
         kinds = [(layer.window, layer.rope, type(layer.mlp)) for layer in self._model.layers]
         pairs = {(kinds[at - 1], kinds[at]): at for at in self._indices[:0:-1]}
         before = {at - 1 for at in pairs.values()}
@@ -134,12 +135,13 @@ class Forward:
             return self._model.finish_logits(self._product(weight, normed, out, few=few))
 
     def _is_few(self, x: Tensor, weight: Weight, adapters: StepAdapters | None = None) -> bool:
-        """Whether a product has what follows it inside; with adapters, of one tile's rows."""
+        """True if the product of these rows includes what follows it. With adapters, the rows must
+        fit into one tile."""
         most = self._most_plain_rows if isinstance(weight, Tensor) else self._most_rows
         return len(x) <= most and (adapters is None or len(x) <= TILE_ROWS)
 
     def _reads_codes(self, rows: Tensor, linear: AnyLinear, adapters: StepAdapters | None) -> bool:
-        """Whether the product of so many rows reads codes, and nothing else reads the rows."""
+        """True if the product of these rows reads codes, and nothing else reads the rows."""
         weight = linear.kept
         return isinstance(weight, Fp8Weight) and not adapters and not self._is_few(rows, weight)
 
@@ -165,7 +167,7 @@ class Forward:
     def _adapted(
         self, linear: AnyLinear, x: Tensor | Fp8Rows, adapters: StepAdapters | None
     ) -> Tensor:
-        """The product, without a bias, with what adapters add to it."""
+        """The product without its bias, with what adapters add to it."""
         product = self._product(linear.kept, x)
         if isinstance(x, Tensor) and (shrunk := adapters and adapters.shrink(linear, x)):
             expand_onto(product, shrunk)
@@ -196,7 +198,8 @@ class Forward:
     def _for_latents(
         self, projected: Projected, latent: LatentHeads, adapters: StepAdapters | None
     ) -> Projected:
-        """With queries that are made of a lower rank, and adapters of what is absorbed."""
+        """Adds queries made from compressed ones, and adapters of products between latents and
+        heads."""
         queries, norm = None, latent.query_norm
         if latent.query and norm:
             normed = norm_queries(projected, norm.weight, norm.epsilon)
@@ -214,7 +217,7 @@ class Forward:
         following: Linear,
         adapters: StepAdapters | None,
     ) -> Scaled:
-        """residual += mlp(source), as _onto."""
+        """residual += mlp(source); returns the same as _onto."""
         if isinstance(mlp, MLP):
             gated = self._gated(mlp, source, adapters)
             return self._onto(residual, mlp.down, gated, norm, after, adapters, following)
@@ -251,8 +254,8 @@ class Forward:
         adapters: StepAdapters | None = None,
         following: AnyLinear | None = None,
     ) -> Scaled:
-        """residual += linear(x), normed by `after` if given; then scaled for its norm, if any, and
-        for the product that follows."""
+        """residual += linear(x), normed by `after` if given. Returns the residual scaled for its
+        norm, if any, and for the product that follows."""
         plain = after is None and not isinstance(linear, SummedLinear)
         if plain and norm is not None and isinstance(x, Tensor):
             found = self._fused_onto(residual, linear, x, norm, adapters)
@@ -279,8 +282,8 @@ class Forward:
         x: Tensor | Fp8Rows,
         adapters: StepAdapters | None,
     ) -> tuple[Tensor, Fp8Scales | None]:
-        """A product without a bias, with what adapters add to it, and scales still to be applied:
-        these come before anything that is added."""
+        """A product without its bias, with what adapters add to it, and scales still to be applied.
+        Scales come before anything that is added: with adapters or a bias they are applied here."""
         shrunk = adapters.shrink(linear, x) if adapters and isinstance(x, Tensor) else None
         if library_multiplies(weight):
             sums = library_sums(x, weight, self._model.embedding.dtype)
@@ -302,8 +305,8 @@ class Forward:
         norm: Tensor,
         adapters: StepAdapters | None,
     ) -> Scaled | None:
-        """As _onto of no SummedLinear, where a faster form gives the same bits, or others are
-        accepted."""
+        """A faster form of _onto for linear layers that are not summed, if it gives the same bits
+        or others are accepted."""
         weight, bias = linear.kept, linear.bias
         if self._is_few(x, weight, adapters) and not is_faster_without_scales(len(x), weight):
             shrunk = adapters and adapters.shrink(linear, x)
@@ -316,7 +319,7 @@ class Forward:
 
 
 def layer_weights(model: Model) -> Iterator[Weight]:
-    """Of products that are not experts' or of latents."""
+    """The weights of products, without those of experts and between latents and heads."""
     for layer in model.layers:
         mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else ()
         yield from (linear.kept for linear in (layer.qkv, layer.output, *mlp))
@@ -331,7 +334,7 @@ def _weight(norm: RMSNorm | None) -> Tensor | None:
 
 
 def _read(linear: Linear) -> Tensor:
-    """What a product with it reads."""
+    """The tensor that a product with `linear` reads."""
     kept = linear.kept
     if isinstance(kept, PackedWeight):
         return kept.words

@@ -31,8 +31,8 @@ class Recorder:
         torch.cuda.synchronize()
         # A collection may free the recordings of an earlier runner, which breaks this one.
         with torch.cuda.stream(self._stream), no_collections():
-            # Only this thread's calls can break it: the transfer thread and NCCL's query their
-            # own events meanwhile.
+            # With "thread_local", calls of other threads do not break it: the transfer thread and
+            # NCCL's threads query their own events meanwhile.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 output = body()
@@ -62,10 +62,10 @@ class Recording:
 
 
 class Recordings(NamedTuple):
-    """Of steps, by their numbers of rows."""
+    """Recordings of steps, by number of rows."""
 
     decode: dict[int, Recording]
-    guess: dict[int, Recording]  # that decode, with several rows of a sequence
+    guess: dict[int, Recording]  # steps that decode, with several rows of a sequence
     prompt: dict[int, Recording]
 
 
@@ -80,20 +80,20 @@ PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
 """Recorded sizes of steps over prompts, whose kernels are short."""
 
 MORE_ROWS = (768, 1024, 1280, 1536, 2048)
-"""The same, where a layer has little to compute for its number of kernels."""
+"""Further sizes, if a layer has little to compute for its number of kernels."""
 
 HOST_BOUND = 150e9
-"""Products of a weight and an input, of one layer, that take a GPU 0.6 ms: in that time the host
-launches the layer's kernels."""
+"""Multiplications of one layer that take a GPU 0.6 ms: in that time the host launches the layer's
+kernels."""
 
 FP8_HOST_BOUND = 600e9
-"""The same of FP8: products are twice as fast, and the host launches one more kernel for each and
+"""The same in FP8: products are twice as fast, and the host launches one more kernel for each and
 takes 1.4 ms for a layer."""
 
 
 def prompt_rows(shape: Architecture, chunk_tokens: int, *, fp8: bool = False) -> list[int]:
-    """Recorded sizes of steps over prompts: those that the host would take longer to launch than
-    the device to run, of up to `chunk_tokens` rows. `fp8`: of weights in FP8."""
+    """Recorded sizes of steps over prompts, of up to `chunk_tokens` rows: those that take the host
+    longer to launch than the device to run. `fp8`: weights are in FP8."""
     bound = FP8_HOST_BOUND if fp8 else HOST_BOUND
     products = _products_of_a_row(shape) / shape.layers
     needed = next((rows for rows in MORE_ROWS if rows >= chunk_tokens), MORE_ROWS[-1])
@@ -102,7 +102,7 @@ def prompt_rows(shape: Architecture, chunk_tokens: int, *, fp8: bool = False) ->
 
 
 def _products_of_a_row(shape: Architecture) -> int:
-    """Of all layers, without attention."""
+    """Multiplications of a row in all layers, without attention."""
     heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     experts = shape.routing.per_row * shape.routing.columns if shape.routing else 0
     columns = sum(experts if sparse else shape.intermediate for sparse in shape.sparse)

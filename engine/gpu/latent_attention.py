@@ -34,7 +34,7 @@ from baton.kernels.latent import LatentHeads
 
 
 class LatentAttention:
-    """As PagedAttention."""
+    """PagedAttention for models with latent attention."""
 
     def __init__(
         self, model: Model, kv: Tensor, table: Tensor, context: int, max_batch: int
@@ -70,7 +70,7 @@ class LatentAttention:
 
         def attend(layer: int, projected: Projected) -> Tensor:
             query = self._queries(layer, projected, positions, (slots, self._table))
-            out = self._room(query)
+            out = self._new_output(query)
             self._decode(layer, query, slots, positions, out)
             return self._values(layer, out, projected.adapters)
 
@@ -79,15 +79,15 @@ class LatentAttention:
     def of_guesses(
         self, slots: Tensor, positions: Tensor, stores: Tensor, blocks: Tensor
     ) -> Attend:
-        """The same: latents of all rows are stored before the first is attended."""
+        """Like of_decoding, since latents of all rows are stored before the first is attended."""
         return self.of_decoding(slots, positions)
 
     def of_blocks(self, positions: Tensor, stores: Tensor, blocks: Tensor) -> Attend:
-        """For chunks alone: positions and stores [T], blocks [n, 4]."""
+        """For steps of chunks only: positions and stores [T], blocks [n, 4]."""
 
         def attend(layer: int, projected: Projected) -> Tensor:
             query = self._queries(layer, projected, positions, stores)
-            out = self._room(query)
+            out = self._new_output(query)
             chunk_latents(query, blocks, self._table, self._layers[layer], self._sizes, out)
             return self._values(layer, out, projected.adapters)
 
@@ -118,17 +118,17 @@ class LatentAttention:
                 out = self._sampled(layer, query, slots[samples], positions[samples])
                 return self._values(layer, out, adapters)
             if arrays.long and arrays.long[0].count == arrays.count:
-                slot = _adapter_of(arrays.long[0], arrays.adapters)
+                slot = _adapter_slot(arrays.long[0], arrays.adapters)
                 return self._expanded(layer, arrays.long[0], plain, query, adapters, slot)
             self._absorb(layer, plain, query, adapters)
-            out = self._room(query)
+            out = self._new_output(query)
             self._decode(layer, query[decoding], slots[decoding], positions[decoding], out)
             if len(blocks):
                 chunk_latents(query, blocks, self._table, self._layers[layer], self._sizes, out)
             values = self._values(layer, out, adapters)
             for chunk in arrays.long:
                 rows = slice(chunk.first, chunk.first + chunk.count)
-                slot = _adapter_of(chunk, arrays.adapters)
+                slot = _adapter_slot(chunk, arrays.adapters)
                 values[rows] = self._expanded(
                     layer, chunk, plain[rows], query[rows], adapters, slot
                 )
@@ -146,7 +146,7 @@ class LatentAttention:
         slot: int,
     ) -> Tensor:
         """A chunk's plain queries [count, heads, plain], and its rotated ones in `query`
-        -> [count, heads * value]. With its adapter's `slot`, or -1."""
+        -> [count, heads * value]. `slot` is that of its adapter, or -1."""
         sizes, latent = self._sizes, _latent(self._weights[layer])
         tokens = chunk.start + chunk.count
         latents = query.new_empty(tokens, 1, sizes.latent)
@@ -164,7 +164,7 @@ class LatentAttention:
 
     def _sampled(self, layer: int, query: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Rows that each end their sequence, attended as if they decoded: [n, heads, rank]."""
-        out = self._room(query)
+        out = self._new_output(query)
         for start in range(0, len(out), self._max_batch):
             rows = slice(start, start + self._max_batch)
             self._decode(layer, query[rows], slots[rows], positions[rows], out[rows])
@@ -193,7 +193,7 @@ class LatentAttention:
         self, layer: int, projected: Projected, positions: Tensor, stores: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, plain], and [T, heads, rank + rotated], of which only the rotated part
-        is there; the tokens' latents are stored."""
+        is filled; the tokens' latents are stored."""
         sizes, kv_layer = self._sizes, self._layers[layer]
         query = projected.qkv.new_empty(len(projected.qkv), sizes.heads, sizes.latent)
         norm = _key_norm(self._weights[layer])
@@ -226,12 +226,12 @@ class LatentAttention:
             adapters.expand(attended, out)
         return out.flatten(1)
 
-    def _room(self, query: Tensor) -> Tensor:
+    def _new_output(self, query: Tensor) -> Tensor:
         return query.new_empty(len(query), self._sizes.heads, self._sizes.rank)
 
 
-def _adapter_of(chunk: LongChunk, slots: Ints | None) -> int:
-    """Its slot; -1 without one."""
+def _adapter_slot(chunk: LongChunk, slots: Ints | None) -> int:
+    """The slot of the chunk's adapter; -1 without one."""
     return -1 if slots is None else int(slots[chunk.first])
 
 

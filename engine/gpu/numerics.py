@@ -1,8 +1,8 @@
 """Whether a row's bits may depend on the rows beside it.
 
-    invariant   never: no product is cut along its inputs, and attention of any chunk is ours
-    fast        the matrix library may cut a product, and long chunks are attended by cuDNN, or with
-                the keys and values of latents made
+    invariant   never: no product is split along its inputs, and our kernels attend all chunks
+    fast        the matrix library may split a product; long chunks are attended by cuDNN, or by
+                expanding latents to keys and values
 
 In both, a sum's order does not depend on the kernel (kernels/gpu/fixed_order.py).
 """
@@ -25,12 +25,12 @@ class Numerics(enum.StrEnum):
 
     @contextmanager
     def library(self, rows: int) -> Iterator[None]:
-        """Lets the matrix library make products of this many rows as these numerics allow."""
+        """Sets the matrix library up for products of this many rows, as these numerics allow."""
         if not torch.cuda.is_available():
             yield
             return
         before = torch.backends.cuda.preferred_blas_library()
-        # Only cuBLASLt can be told not to cut a product's inputs.
+        # Only cuBLASLt can be told not to split a product's inputs.
         light = self is Numerics.INVARIANT or rows <= LT_ROWS
         torch.backends.cuda.preferred_blas_library("cublaslt" if light else "cublas")
         _allow_split_inputs(self is Numerics.FAST)
@@ -42,7 +42,7 @@ class Numerics(enum.StrEnum):
 
 
 def _allow_split_inputs(allowed: bool) -> None:
-    """Both: sums in the inputs' type, and products in parts over the inputs."""
+    """Sets both flags: sums in the inputs' type, and products split over the inputs."""
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = (allowed, allowed)
     matmul.allow_fp16_reduced_precision_reduction = (allowed, allowed)

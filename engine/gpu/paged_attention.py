@@ -71,17 +71,17 @@ class PagedAttention:
                 self._layers[layer],
                 self._shapes[layer],
                 self._workspace,
-                self._room(projected.qkv),
+                self._new_output(projected.qkv),
             )
 
         return attend
 
     def of_blocks(self, positions: Tensor, stores: Tensor, blocks: Tensor) -> Attend:
-        """For chunks alone: positions [T], stores [slices, T], blocks [n, 4]."""
+        """For steps of chunks only: positions [T], stores [slices, T], blocks [n, 4]."""
 
         def attend(layer: int, projected: Projected) -> Tensor:
             self._store(layer, projected, positions, stores)
-            return self._blocks(layer, projected.qkv, blocks, self._room(projected.qkv))
+            return self._blocks(layer, projected.qkv, blocks, self._new_output(projected.qkv))
 
         return attend
 
@@ -107,7 +107,7 @@ class PagedAttention:
                 self._store(layer, projected, positions, stores)
                 return self._sampled(layer, sampled, slots[samples], positions[samples])
             qkv = projected.qkv
-            out = self._room(qkv)
+            out = self._new_output(qkv)
             if decoding:
                 here = slice(0, decoding)
                 self._decode(layer, projected.rows(here), slots[here], positions[here], out[here])
@@ -129,13 +129,13 @@ class PagedAttention:
         self, layer: int, projected: Projected, slots: Tensor, positions: Tensor
     ) -> Tensor:
         """Rows that each end their sequence, attended as if they decoded."""
-        out = self._room(projected.qkv)
+        out = self._new_output(projected.qkv)
         for start in range(0, len(out), self._max_batch):
             rows = slice(start, start + self._max_batch)
             self._decode(layer, projected.rows(rows), slots[rows], positions[rows], out[rows])
         return out
 
-    def _room(self, qkv: Tensor) -> Tensor:
+    def _new_output(self, qkv: Tensor) -> Tensor:
         return qkv.new_empty(len(qkv), self._shapes[0].heads * self._shapes[0].head_dim)
 
     def _decode(
@@ -155,7 +155,7 @@ class PagedAttention:
             self._layers[layer],
             self._shapes[layer],
             self._workspace,
-            self._room(projected.qkv) if out is None else out,
+            self._new_output(projected.qkv) if out is None else out,
             *self._norms(layer),
         )
 
@@ -177,7 +177,7 @@ class PagedAttention:
         )
 
     def _norms(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of heads; those of whole projections are applied before."""
+        """The norms of heads; those of whole projections are applied earlier."""
         query, key = self._weights[layer].query_norm, self._weights[layer].key_norm
         return (query.weight, key.weight) if self._by_head and query and key else (None, None)
 

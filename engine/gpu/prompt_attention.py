@@ -64,7 +64,7 @@ class LongChunk:
 def supports(
     shape: Architecture, dtype: torch.dtype, device: torch.device, numerics: Numerics
 ) -> bool:
-    """Whether a model's long chunks are attended here; else as short ones are."""
+    """True if a model's long chunks are attended here instead of like short ones."""
     if shape.score_cap is not None:
         return False
     if shape.latent:
@@ -78,7 +78,7 @@ def supports(
 
 
 def is_long(count: int, start: int, page_size: int, recorded: int) -> bool:
-    """Whether a chunk is attended here. `recorded`: the most rows of a recorded step."""
+    """True if a chunk is attended here. `recorded`: the most rows of a recorded step."""
     most = recorded if start + count <= RECORDED_CONTEXT else LIBRARY_TOKENS
     return count > most and (start == 0 or LIBRARY_TOKENS % page_size == 0)
 
@@ -91,7 +91,7 @@ def prepare(
     context: int,
     progress: Callable[[float], None],
 ) -> None:
-    """Has cuDNN prepare every pair of lengths that chunks of a context can need."""
+    """Makes cuDNN prepare every pair of lengths that chunks of a context can need."""
     rows = min(_rounded_up(chunk_tokens), _rounded_up(context)) + LIBRARY_TOKENS
     heads = shape.heads + 2 * shape.kv_heads
     chunk = torch.zeros(rows, heads, shape.head_dim, dtype=dtype, device=device)
@@ -113,8 +113,8 @@ def own_attention(
     if chunk.start:
         tokens, page_size = chunk.start + chunk.count, kv_layer.shape[2]
         keys, values = qkv.new_empty(2, tokens, shape.kv_heads, shape.head_dim)
-        # Pages before the first in reach may have been given back; what is read of their tokens,
-        # up to a split, has weight 0.
+        # Pages before the first in reach may have been returned. What is read of their tokens, up
+        # to a split, gets weight 0.
         first = first_page(shape.window, chunk.start, page_size)
         gone = first * page_size
         values[max(0, gone - SPLIT) : gone] = 0
@@ -130,7 +130,7 @@ def own_attention(
 def library_attention(
     qkv: Tensor, chunk: LongChunk, page_table: Tensor, kv_layer: Tensor, shape: HeadShape
 ) -> Tensor:
-    """As own_attention, by cuDNN."""
+    """Like own_attention, by cuDNN."""
     pages = page_table[chunk.slot]
     rows = _causal_rows(qkv, chunk, pages, kv_layer, shape)
     query, keys, values = _split(rows, shape.heads, shape.kv_heads)
@@ -170,7 +170,7 @@ def _split(rows: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
 
 
 def _parts(tokens: int) -> Iterator[slice]:
-    """A multiple of LIBRARY_TOKENS, cut into the longest prepared parts."""
+    """Cuts a multiple of LIBRARY_TOKENS into the longest prepared parts."""
     start = 0
     while start < tokens:
         size = _part_sizes(tokens - start)[-1]
@@ -179,7 +179,7 @@ def _parts(tokens: int) -> Iterator[slice]:
 
 
 def _part_sizes(most: int) -> list[int]:
-    """Powers of two, and for the long ones also halfway to the next; up to `most`."""
+    """Prepared sizes up to `most`: powers of two, and between long ones also halfway."""
     powers = [LIBRARY_TOKENS << step for step in range((most // LIBRARY_TOKENS).bit_length())]
     halfway = [power * 3 // 2 for power in powers if power >= LONG_PART]
     return sorted(size for size in powers + halfway if size <= most)

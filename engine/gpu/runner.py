@@ -7,8 +7,8 @@ device runs step n.
 A step that only decodes, or only prefills short prompts, is replayed from a recording; any
 other is launched kernel by kernel.
 
-Where several ranks run the model, rank 0 broadcasts each step before it launches its own
-part, and shares the step's tokens from device to device.
+If several ranks run the model, rank 0 broadcasts each step before it launches its own part,
+and shares the step's tokens from device to device.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SPARE_BLOCKS = 16
 
 
 class Chosen(NamedTuple):
-    """The tokens of the rows that sample, [n], int32, and log probabilities of some."""
+    """The tokens of the rows that sample, [n], int32, and requested log probabilities."""
 
     tokens: Tensor
     scores: list[Scores[Sequence]]
@@ -80,7 +80,7 @@ class Chosen(NamedTuple):
 class GpuRunner:
     """Runs plans of `model` over the paged memory `kv` [page, layer, k/v, token, kv_head, dim].
 
-    In a group, which is connected, both are this rank's part.
+    In a group, which must be connected, both are this rank's part.
     """
 
     runs_ahead = True
@@ -99,7 +99,7 @@ class GpuRunner:
         guesses: bool = False,
         short_chunk: int = 1,
     ) -> None:
-        """`guesses`: steps with some are recorded too. `short_chunk`: see GpuSettings."""
+        """`guesses`: steps with guesses are recorded too. `short_chunk`: see GpuSettings."""
         shape, device = model.architecture, kv.device
         self._adapters = adapters
         self._guesses = guesses
@@ -146,7 +146,7 @@ class GpuRunner:
         prompts: list[int],
         adapters: Callable[[int], StepAdapters | None],
     ) -> Recordings:
-        """`adapters` of a number of rows."""
+        """`adapters` returns the adapters of a step with this number of rows."""
         counts = graphs.row_counts(max_batch)
         return Recordings(
             {rows: Recording(self._decode_body(rows, adapters(rows))) for rows in counts},
@@ -191,8 +191,8 @@ class GpuRunner:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Compiles the kernels of all steps that are recorded later, and of those that are
-        launched meanwhile. These compute nothing."""
+        """Compiles the kernels of all steps that are recorded later, and of steps that are
+        launched meanwhile, which compute nothing."""
         whole = self._forward
         self._forward = whole.with_few_layers()
         try:
@@ -235,8 +235,8 @@ class GpuRunner:
 
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:
-        """Starts this rank's part of a step that rank 0 has started, or changes adapters as it
-        did."""
+        """Follows rank 0: starts this rank's part of its step, or makes its change of
+        adapters."""
         if step.startswith(CHANGE) and self._adapters:
             self._adapters.follow(step)
             return
@@ -248,7 +248,7 @@ class GpuRunner:
             self._normed(arrays, pages, wanted)
 
     def _step(self, arrays: StepArrays, pages: Tensor, rows: WantedRows) -> Chosen:
-        """Samples the rows that ask for a token."""
+        """Starts a step and samples its tokens."""
         if not arrays.only_decodes:
             normed = self._normed(arrays, pages, rows.all)
             pooled = pool_rows(rows.owners, lambda: normed, self._indices)
@@ -283,7 +283,7 @@ class GpuRunner:
         return self._recordings[arrays.adapters is not None]
 
     def _sample(self, normed: Tensor, wanted: WantedRows) -> Chosen:
-        """normed [n, ...]: the last layer's output for all wanted rows."""
+        """Samples and scores. normed [n, ...]: the last layer's output for all wanted rows."""
         sequences = wanted.sequences
         tokens = [normed.new_empty(0, dtype=torch.int32)]
         scores: list[Scores[Sequence]] = []
@@ -299,7 +299,7 @@ class GpuRunner:
     def _score_prompts(
         self, rows: WantedRows, logits_at: Callable[[slice], Tensor]
     ) -> tuple[Scores[PromptRow], ...]:
-        """`logits_at` makes the logits of some of the wanted rows."""
+        """`logits_at` computes the logits of some of the wanted rows."""
         first = len(rows.samples)
         end = first + len(rows.prompts)
 
@@ -319,7 +319,7 @@ class GpuRunner:
         return upload(np.asarray(values, dtype=np.int32), self._device)
 
     def _recorded_prompt(self, arrays: StepArrays) -> int | None:
-        """The recording that fits a step over prompts alone, if there is one."""
+        """The rows of the recording that fits a step over prompts alone, if there is one."""
         if arrays.decoding or arrays.long:
             return None
         fitting = (
@@ -387,7 +387,7 @@ class GpuRunner:
             adapters = self._adapter_inputs.of_step(arrays.adapters, samples)
         normed = self._forward(tokens, attend, sampled, adapters)
         if self._group and not len(samples):
-            self._group.wait()  # no sum follows the last keys and values
+            self._group.wait()  # nothing is summed after the last layer's keys and values
         return normed
 
 

@@ -27,11 +27,11 @@ class GpuSampler:
         tokens = torch.empty(len(sequences), dtype=torch.int32, device=logits.device)
         others = sorted(set(range(len(sequences))) - set(adjusted))
         if others:
-            where = _places(others, logits.device)
+            where = _row_indices(others, logits.device)
             tokens[where] = self._choose(logits[where], [sequences[row] for row in others])
         for start in range(0, len(adjusted), ADJUSTED_ROWS):
             rows = adjusted[start : start + ADJUSTED_ROWS]
-            where, chosen = _places(rows, logits.device), [sequences[row] for row in rows]
+            where, chosen = _row_indices(rows, logits.device), [sequences[row] for row in rows]
             scores = logits[where].float()
             adjust(scores, chosen)
             tokens[where] = self._choose(scores, chosen)
@@ -58,5 +58,5 @@ class GpuSampler:
         return sample(logits, temperature.float(), top_k.int(), top_p, min_p.float(), keys)
 
 
-def _places(rows: list[int], device: torch.device) -> Tensor:
+def _row_indices(rows: list[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(rows), device)

@@ -1,35 +1,33 @@
 """The page table on the device: one row (slot) per sequence, with its pages by slice of the
 layers.
 
-A sequence gets a slot with its first step. Its tables only grow, so a step uploads the new
-pages alone; entries of pages that were given back are left, and nothing reads them. When no
-slot is free, those of released leases are reused, then the least recently used; a sequence
-that returns is uploaded again.
+A sequence gets a slot with its first step. Its tables only grow, so a step uploads only the new
+pages; entries of returned pages stay, and nothing reads them. If no slot is free, those of
+released leases are reused, then the least recently used; a sequence that comes back is uploaded
+again.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.core.errors import Exhausted, Internal
+from baton.engine.gpu.batch import Ints
 from baton.engine.page_pool import Lease
-
-Ints = npt.NDArray[np.int32]
 
 
 class Slots:
     def __init__(self, count: int, pages: int, device: torch.device, slices: int = 1) -> None:
-        """`count` slots of up to `pages` pages a slice, and a padding row of no sequence."""
+        """`count` slots of up to `pages` pages a slice, and a padding row without a sequence."""
         self.table = torch.zeros(count + 1, slices * pages, dtype=torch.int32, device=device)
         self.tables = [self.table[:, at * pages : (at + 1) * pages] for at in range(slices)]
         self._width = pages
         self.last_tokens = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self.padding = count
         self._free = list(range(count))
-        self._slots: dict[Lease, int] = {}  # the last used at the end
-        # Of each slot: entries that the table holds, and how many of them of each slice.
+        self._slots: dict[Lease, int] = {}  # most recently used last
+        # By slot: how many entries the table has, in all and of each slice.
         self._known: list[int] = [0] * count
         self._known_of_slice = [[0] * slices for _ in range(count)]
 
@@ -57,7 +55,7 @@ class Slots:
         wanted = [lease for lease in leases if lease not in self._slots]
         if len(wanted) <= len(self._free):
             return
-        # A step in flight may leave a token that only the device knows.
+        # Not pinned ones: a step in flight may leave a token that only the device knows.
         kept = set(leases)
         idle = [lease for lease in self._slots if not lease.pinned and lease not in kept]
         idle.sort(key=lambda lease: not lease.released)
@@ -84,6 +82,6 @@ class Slots:
         self._known_of_slice[slot][number] = len(pages)
         start = slot * self.table.shape[1] + number * self._width
         places = np.arange(known, len(pages), dtype=np.int32) + start
-        # A page that was given back has no number: any will do.
+        # A returned page has no id: any valid one will do.
         there = np.maximum(np.asarray(pages[known:], dtype=np.int32), 0)
         return np.stack((places, there), axis=1)

@@ -49,17 +49,17 @@ SAMPLINGS = (
     Sampling(repetition_penalty=1.1),
     Sampling(repetition_penalty=1.1, temperature=1.0),
 )
-"""The best token or a drawn one, of plain or of adjusted logits."""
+"""All kinds of sampling: the best token or a drawn one, of plain or adjusted logits."""
 
 PAGE_ENTRY_BYTES = 4
-"""Of the page table."""
+"""Bytes of an entry in the page table."""
 
 GROUP_BYTES = 1 << 30
 """NCCL's buffers, allocated when the ranks connect."""
 
 
 StartProgress = Callable[[str, float], None]
-"""Receives what is being done, and its completed fraction."""
+"""Receives the current task and its completed fraction."""
 
 PromptPart = tuple[int, int]
 """Start and number of the tokens of a prompt that one step computes."""
@@ -74,7 +74,7 @@ def memory_for_pages(
     device: str,
     group: Group | None = None,
 ) -> int:
-    """Bytes left for pages once the weights are loaded: this rank's part of a model."""
+    """Bytes left for pages once the weights of this rank's part of a model are loaded."""
     reserved = runner_bytes(settings, model.architecture, context, page_size, dtype)
     reserved += LIBRARY_BYTES
     reserved += GROUP_BYTES if group else 0
@@ -86,14 +86,14 @@ def memory_for_pages(
 def runner_bytes(
     settings: GpuSettings, shape: Architecture, context: int, page_size: int, dtype: torch.dtype
 ) -> int:
-    """What steps and the page table take."""
+    """The bytes that steps and the page table need."""
     entries = slot_count(settings.max_batch) * -(-context // page_size)
     table = PAGE_ENTRY_BYTES * entries * len(shape.slices.windows)
     return _work_bytes(settings, shape, context, dtype) + table
 
 
 def _decoded_bytes(model: Model) -> int:
-    """The most that a product decodes of packed weights: in recorded steps and in others."""
+    """The most bytes that products decode of packed weights, in recorded steps and in others."""
     packed = [each for each in layer_weights(model) if isinstance(each, PackedWeight)]
     return 2 * max((each.shape.numel() * each.dtype.itemsize for each in packed), default=0)
 
@@ -101,7 +101,7 @@ def _decoded_bytes(model: Model) -> int:
 def _work_bytes(
     settings: GpuSettings, shape: Architecture, context: int, dtype: torch.dtype
 ) -> int:
-    """The most that the largest step and the recordings hold at once."""
+    """The most bytes that the largest step and the recordings hold at once."""
     attended = shape.heads * shape.head_dim
     kv_token = 2 * shape.kv_heads * shape.head_dim
     row = 3 * shape.hidden + 4 * attended + 2 * kv_token + 3 * shape.intermediate
@@ -155,7 +155,7 @@ def start_runner(
     most = min(settings.chunk_tokens, context, _free_tokens(pool))
     shape = model.architecture
     with runner.compiling():
-        if group is None:  # else other ranks would follow with tokens of no step
+        if group is None:  # in a group, other ranks would follow with tokens that nothing computed
             _rehearse_steps(runner, pool, most, context, shape.routing)
     progress("kernels", 1.0)
     runner.record(lambda done: progress("steps", done / 2))
@@ -184,7 +184,7 @@ def _rehearse_steps(
     for sampling in SAMPLINGS:
         for rows in (1, min(FEW_ROWS + 1, pool.free // pool.slices)):
             _rehearse(runner, pool, [(0, 1)] * rows, sampling)
-    # Beside a token of another sequence no prompt's step is recorded.
+    # A step with a prompt beside a decoding sequence is never recorded.
     for rows in (most, *(rows_of_tilings(routing) if routing else ())):
         beside = min(rows - 1, most - pool.page_size)
         if beside > 1:
@@ -206,7 +206,7 @@ def _free_tokens(pool: PagePool) -> int:
 def _rehearse(
     runner: GpuRunner, pool: PagePool, parts: list[PromptPart], sampling: Sampling = SAMPLINGS[0]
 ) -> None:
-    """Runs prompts that end with these parts in one step."""
+    """Runs one step that computes these parts, each the end of a prompt."""
     with contextlib.ExitStack() as leases:
         plan: Plan = {}
         for start, tokens in parts:

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import Internal
-from baton.engine.gpu.wanted_rows import Drawing
+from baton.engine.gpu.upload import record_event
 from baton.engine.logprobs import PromptRow, Scores, store_prompt_scores
 from baton.engine.pooled_rows import PooledStep
 from baton.engine.sampler import NOT_FINITE
 from baton.engine.sequence import Sequence
-from baton.engine.step import Checked, Drawn, Outcome, Plan, outcome_of
+from baton.engine.step import Checked, Drawing, Drawn, Outcome, Plan, outcome_of
 
 FAILED = -1
-"""In place of a token, where the logits are not finite."""
+"""Stands for a token if the logits are not finite."""
 
 
 class GpuInFlightStep:
-    """Its sequences have advanced already; `wait` brings their tokens and unpins the pages."""
+    """A step whose sequences have advanced; `wait` returns their tokens and unpins the pages."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class GpuInFlightStep:
         prompt_scores: Iterable[Scores[PromptRow]] = (),
         pooled: PooledStep | None = None,
     ) -> None:
-        """`tokens` of the rows `drawing`, in host memory that the device fills; `scores` of the
-        rows among them that ask for them, `prompt_scores` of other rows; `pooled` are those of
-        embeddings."""
+        """`tokens` are those sampled for `drawing`, in host memory that the device fills. `scores`
+        are of the rows among them that ask for it, `prompt_scores` of rows that do not sample,
+        `pooled` of embeddings."""
         self._drawing = drawing
         self._tokens = tokens
         self._scores = scores
@@ -42,7 +42,7 @@ class GpuInFlightStep:
         self._pooled = pooled
         self._sequences = list(plan)
         self._leases = [sequence.lease for sequence in plan]
-        self.ended = _mark_end() if torch.cuda.is_available() else None
+        self.ended = record_event() if torch.cuda.is_available() else None
         for sequence, count in plan.items():
             sequence.lease.pin()
             sequence.launched(count)
@@ -69,14 +69,8 @@ class GpuInFlightStep:
         drawn: dict[Sequence, Drawn] = dict(zip(rows, tokens, strict=True))
         scored = dict(each for scores in self._scores for each in scores.by_row())
         for sequence, ahead in self._drawing.items():
-            # What comes behind a wrong guess may be no number, and fails nobody.
+            # Logits after a wrong guess may be NaN, which must not fail the request.
             finite = list(takewhile(lambda row: drawn[row] != FAILED, ahead))
             outcome = [scored.get(row, drawn[row]) for row in finite]
             guesses = sequence.take_guesses()
             yield sequence, outcome_of(guesses, outcome) if outcome else Internal(NOT_FINITE)
-
-
-def _mark_end() -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -1,7 +1,7 @@
 """Copies weights from host memory, such as a mapped file, to a device.
 
-Several threads fill a pinned buffer with a piece of a tensor, from where the device copies it
-while they fill another. Copies are in the order of the calling thread's stream: what it computes
+Several threads fill a pinned buffer with a piece of a tensor; the device copies it from there
+while they fill the next. Copies are in the order of the calling thread's stream: what it computes
 next sees them.
 """
 
@@ -24,7 +24,7 @@ BUFFER_BYTES = 32 << 20
 SHARED_BYTES = 1 << 20
 """Smaller pieces are copied by the calling thread."""
 
-# Numpy copies without torch's own threads, but knows no bfloat16.
+# Numpy copies without torch's own threads, but lacks bfloat16.
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -52,7 +52,7 @@ class Upload:
             if place.dtype != piece.dtype:
                 staged = staged.to(self._device, non_blocking=True)
             place.copy_(staged, non_blocking=True)
-            self._free.append((buffer, _mark() if self._pinned else None))
+            self._free.append((buffer, record_event() if self._pinned else None))
 
     def close(self) -> None:
         """Waits for the copies and frees the buffers."""
@@ -75,7 +75,7 @@ class Upload:
 
 
 def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of both that fit into a buffer."""
+    """Yields parts of both that fit into a buffer."""
     if source.nbytes <= BUFFER_BYTES:
         yield source, target
         return
@@ -89,7 +89,8 @@ def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield source[some], target[some]
 
 
-def _mark() -> torch.cuda.Event:
+def record_event() -> torch.cuda.Event:
+    """Records an event in the current stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -6,16 +6,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from baton.engine.gpu.batch import Ints
 from baton.engine.logprobs import PromptRow, prompt_rows
 from baton.engine.sequence import Sequence
-from baton.engine.step import Plan, with_guesses
-
-Ints = npt.NDArray[np.int32]
-
-Drawing = dict[Sequence, list[Sequence]]
-"""Sequences that sample, each as it is before each of its tokens."""
+from baton.engine.step import Drawing, Plan, drawing_of, with_guesses
 
 
 class WantedRows(NamedTuple):
@@ -30,11 +25,7 @@ class WantedRows(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> WantedRows:
         """The plan is in the order of its rows."""
-        drawing = {
-            sequence: [sequence.ahead(place) for place in range(sequence.draws(count))]
-            for sequence, count in plan.items()
-            if sequence.samples(count)
-        }
+        drawing = drawing_of(plan)
         sequences = [row for ahead in drawing.values() for row in ahead]
         others = prompt_rows(plan)
         pooled = [row for row in others if row.sequence.pooled is not None]
@@ -50,7 +41,7 @@ class WantedRows(NamedTuple):
 
     @property
     def owners(self) -> list[Sequence]:
-        """The sequence of each."""
+        """The sequence of each wanted row."""
         return self.sequences + [each.sequence for each in (*self.prompts, *self.pooled)]
 
 

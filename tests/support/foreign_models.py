@@ -73,7 +73,7 @@ REFUSED_MODELS: dict[str, tuple[TinyModel, str]] = {
     **{
         f"positions behind the padding, {family}": (
             TinyModel(family, {"is_decoder": True, "hidden_size": 64}),
-            r"\w+ForCausalLM numbers tokens from behind the padding token's id",
+            r"\w+ForCausalLM numbers tokens from after the padding token's id",
         )
         for family in ("roberta", "xlm-roberta", "camembert")
     },

@@ -98,10 +98,10 @@ def test_prompts_are_computed_on_credit_where_the_share_of_right_guesses_is_know
     pricing = Pricing(OnlineFit(GPU_SECONDS, 200.0))
     loop = Loop(as_engine(SimulatedEngine(SimulatedGpu(), lambda *_: 0.0, lambda *_: 0.0)))
     prompts = {loop._begin(work): 4000 for work in works(8, 4000, 1000)}
-    few = pricing.affordable(prompts, 0.4, 1e-3)
+    few = pricing.choose_prompts(prompts, 0.4, 1e-3)
     assert 0 < len(few) < len(prompts), "as many as the account has seconds for"
-    assert not pricing.affordable(prompts, 0.01, 1e-3), "that save less than they cost"
+    assert not pricing.choose_prompts(prompts, 0.01, 1e-3), "that save less than they cost"
     pricing.note_guesses(ENOUGH, 0.0)
-    assert pricing.affordable(prompts, 0.4, 1e-3) == list(prompts)
+    assert pricing.choose_prompts(prompts, 0.4, 1e-3) == list(prompts)
     pricing.pay(1.0)
-    assert not pricing.invests
+    assert not pricing.can_invest

@@ -228,7 +228,7 @@ def test_a_round_is_run_where_it_pays(
     cost = draft_cost()
     cost._prior = [0.0, step, row, row]
     going = {Loop(load(tmp_path))._begin(works([WARM])[0]): each for each in chances}
-    chosen, pace = Pricing(cost).worth(going, Pace(len(chances), 1.0, 0.01))
+    chosen, pace = Pricing(cost).choose(going, Pace(len(chances), 1.0, 0.01))
     assert len(chosen) == expected
     assert pace.seconds == pytest.approx(1.0 + (step + 0.02 * expected if expected else 0.0))
 
