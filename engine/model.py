@@ -93,7 +93,7 @@ class Model:
             for part in (layer.qkv, layer.latent, layer.summed_norms, layer.output, layer.mlp):
                 if part:
                     part.pack()
-        self.head.pack()
+        self.head.pack(of_few_rows=True)
 
     def forward(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
         """Writes the batch's keys and values. Returns the last layer's output for its samples,

@@ -17,7 +17,7 @@ from baton.engine.gpu.device import CODES_CAPABILITY
 from baton.engine.model import Layer
 from baton.engine.model_choice import WeightQuantization
 from baton.kernels.experts import Experts
-from baton.kernels.linear import AnyLinear, WeightCodes, describe_integers
+from baton.kernels.linear import AnyLinear, Linear, WeightCodes, describe_integers
 from baton.kernels.packed import Grid
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,12 @@ class CodedWeights:
                 grid.scales[: len(layer.balance)] *= layer.balance.float().unsqueeze(1)
             self._count += linear.pack_codes(grid)
         self._grids.clear()
+
+    def finish_head(self, head: Linear) -> None:
+        """Called with the head's weights. Integers of 8 bits would lose too much, but numbers in
+        float32 are rounded to bfloat16, in half the bytes (kernels/cpu/panels.py)."""
+        if self._quantization in ("int8", "int4") and head.weight.dtype == torch.float32:
+            head.weight = head.weight.bfloat16().float()
 
     def report(self, layers: Sequence[Layer]) -> None:
         """Logs how many linear layers keep the checkpoint's codes."""

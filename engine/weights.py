@@ -95,6 +95,7 @@ class _Loader:
             self._codes.finish_layer(layers[-1])
         norm = self._norm("model.norm.weight", shape.hidden)
         head = self._head(embedding)
+        self._codes.finish_head(head)
         self._source.finish(shape.prefixes_not_run)
         self._codes.report(layers)
         scale = shape.embedding_scale

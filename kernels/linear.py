@@ -129,10 +129,13 @@ class Linear(_Product):
         super().__init__(weight, bias)
         self._panels: Panels | None = None
 
-    def pack(self) -> None:
-        """Moves the weight into panels if there is compiled code for it."""
+    def pack(self, *, of_few_rows: bool = False) -> None:
+        """Moves the weight into panels if there is compiled code for it. For products of few rows
+        they are in bfloat16 where that loses nothing; with many rows widening costs more than it
+        saves."""
         if self._panels is None:
-            self._panels = _panels(self._codes or self.weight, self.bias)
+            weight = self._codes or self.weight
+            self._panels = _panels(weight, self.bias, of_few_rows and _fits_bfloat16(weight))
         if self._panels:
             self._codes, self.weight = None, _shape_only(self.weight)
 
@@ -252,14 +255,23 @@ def _product_of_codes(x: Tensor, codes: Codes) -> Tensor:
     return integer_product(x, codes) if isinstance(codes, IntegerWeight) else fp8_product(x, codes)
 
 
-def _panels(weight: Tensor | Codes, bias: Tensor | None) -> Panels | None:
+def _fits_bfloat16(weight: Tensor | Codes) -> bool:
+    """Whether float32 weights lose nothing in bfloat16, as those of models published in it."""
+    if not isinstance(weight, Tensor) or weight.dtype != torch.float32:
+        return False
+    # In most other models the first row already loses something.
+    pieces = (weight[:1], *torch.split(weight, 4096))
+    return all(torch.equal(some.bfloat16().float(), some) for some in pieces)
+
+
+def _panels(weight: Tensor | Codes, bias: Tensor | None, narrow: bool = False) -> Panels | None:
     if isinstance(weight, Fp8Weight | PackedWeight):
         return None
     if not compiler.suits(weight.dtype, weight.device):
         return None
     from baton.kernels.cpu.panels import Panels, suits  # imports llvmlite
 
-    return Panels(weight, bias) if suits(weight) else None
+    return Panels(weight, bias, narrow=narrow) if suits(weight) else None
 
 
 def describe_integers(dtype: str) -> str:

@@ -31,14 +31,15 @@ FEW_ROWS = 16
 """Up to this many rows one thread lays them out: it ends before another could start."""
 
 
-def host_tile(weight: Tensor | IntegerWeight) -> Tile:
+def host_tile(weight: Tensor | IntegerWeight, *, narrow: bool = False) -> Tile:
     """The tile that fills this CPU's registers."""
     registers, element = compiler.registers(), element_of(weight.dtype)
     if isinstance(weight, IntegerWeight):
         return Tile(*integer_product.tile_sizes(), element, bits=weight.bits)
     if weight.dtype == torch.bfloat16 and weight.shape[1] % amx.INPUTS == 0 and compiler.has_amx():
         return Tile(amx.LANES, amx.ROWS, element, amx=True)
-    return Tile(registers.lanes, 4 if registers.number == AVX2.number else 8, element)
+    rows = 4 if registers.number == AVX2.number else 8
+    return Tile(registers.lanes, rows, element, narrow=narrow)
 
 
 class Panels:
@@ -56,8 +57,11 @@ class Panels:
         "_tile",
     )
 
-    def __init__(self, weight: Tensor | IntegerWeight, bias: Tensor | None) -> None:
-        self._tile = host_tile(weight)
+    def __init__(
+        self, weight: Tensor | IntegerWeight, bias: Tensor | None, *, narrow: bool = False
+    ) -> None:
+        """`narrow`: numbers in float32 are kept in bfloat16, which holds them as well."""
+        self._tile = host_tile(weight, narrow=narrow)
         outputs, inputs = (weight.codes if isinstance(weight, IntegerWeight) else weight).shape
         # A weight with fewer outputs than a panel is padded.
         self._missing = max(0, self._tile.panel - outputs)
@@ -199,6 +203,8 @@ def _packed(weight: Tensor | IntegerWeight, tile: Tile) -> Tensor:
         return integer_product.packed(weight, tile.panel)
     (outputs, inputs), panel = weight.shape, tile.panel
     whole = outputs // panel
+    if tile.narrow:
+        weight = weight.bfloat16()
     if tile.amx:
         last = weight[-panel:] if outputs % panel else weight[:0]
         return amx.packed(torch.cat((weight[: whole * panel], last)))

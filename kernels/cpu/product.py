@@ -10,7 +10,7 @@ it is. A tile is a block times a panel: all its sums stay in registers.
 
 Each sum runs over the inputs in order, in float32, whatever the tile: a row's result does not
 depend on the other rows, nor on the number of threads. Weights in bfloat16 are widened when they
-are loaded; normalized rows and all results except logits are rounded to bfloat16.
+are loaded. With x in bfloat16, normalized rows and all results except logits are rounded to it.
 
 The last panel ends with the last output and may overlap the one before it; both then write
 the same numbers.
@@ -41,6 +41,7 @@ from baton.kernels.cpu.ir_builder import (
 )
 from baton.kernels.cpu.norm import normalized
 from baton.kernels.cpu.vectors import (
+    BFLOAT16,
     FLOAT,
     LANE,
     QUAD,
@@ -84,6 +85,7 @@ class Tile:
     element: ir.Type  # type of x, weights and results
     amx: bool = False  # sums are in tile registers (amx.py)
     bits: Bits | None = None  # of a weight's codes; x is then encoded too (integer_product.py)
+    narrow: bool = False  # weights are bfloat16 and x is float32
 
     @property
     def panel(self) -> int:
@@ -95,7 +97,7 @@ class Tile:
 
     @property
     def weight_element(self) -> ir.Type:
-        return LANE if self.bits else self.element
+        return LANE if self.bits else BFLOAT16 if self.narrow else self.element
 
     @property
     def few_rows(self) -> int:
@@ -189,7 +191,7 @@ def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function
     types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"tile_{result}_{rows}", types, lanes=tile.lanes)
     block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
-    panel, addend, out = panel.of(tile.element), addend.of(tile.element), out.of(result)
+    panel, addend, out = panel.of(tile.weight_element), addend.of(tile.element), out.of(result)
     zeros = [code.zero()] * (rows * VECTORS)
     with code.sum_loop(0, inputs, zeros, step=INPUTS_PER_TURN) as (first, sums):
         for turn in range(INPUTS_PER_TURN):
@@ -212,7 +214,7 @@ def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function
 
 def _fetch_ahead(panel: Memory, tile: Tile, start: Count, turn: int) -> None:
     """Prefetches one input's share of the cache lines of INPUTS_PER_TURN."""
-    per_line = LINE // size_of(tile.element)
+    per_line = LINE // size_of(tile.weight_element)
     first, end = (-(-each * tile.panel // per_line) for each in (turn, turn + 1))
     ahead = INPUTS_AHEAD * tile.panel - turn * tile.panel
     for line in range(first, end):

@@ -54,7 +54,8 @@ def _compile() -> None:
 
     if not compiler.available():
         return
-    panels.Panels(torch.zeros(32, 32), None)
+    for narrow in (False, True):
+        panels.Panels(torch.zeros(32, 32), None, narrow=narrow)
     for head_dim in HEAD_DIMS:
         kv = torch.zeros(1, 1, 2, 1, 1, head_dim)
         cache.prepare_rotation(cache.layer_caches(kv)[0], kv.dtype)
