@@ -18,7 +18,13 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, DynamicCache
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    DynamicCache,
+)
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
 from baton.engine.checkpoint import gguf_files
@@ -96,15 +102,7 @@ def read_class(folder: Path) -> tuple[Any, Any]:
         if key in stated:
             raise UnsupportedModel(f"config.json: {key} is not supported through transformers")
     kind, names = stated.get("model_type", str, ""), stated.get("architectures", list, [])
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except StrictDataclassError as error:
-        raise UnsupportedModel(f"config.json: {' '.join(str(error).split())}") from error
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModel(
-            f"model type {kind!r} is not part of transformers {transformers.__version__}, and code"
-            f" that ships with a model is never run ({first_line(error)})"
-        ) from error
+    config = _read_config(folder, kind)
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     name = known.get(config.model_type)
     if config.is_encoder_decoder or name is None or (names and names != [name]):
@@ -119,6 +117,23 @@ def read_class(folder: Path) -> tuple[Any, Any]:
             " cannot be paged"
         )
     return config, model_class
+
+
+def _read_config(folder: Path, kind: str) -> Any:
+    """The config as transformers reads it, or UnsupportedModel."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except StrictDataclassError as error:
+        raise UnsupportedModel(f"config.json: {' '.join(str(error).split())}") from error
+    except Exception as error:  # what the class of a config may raise is not known
+        if kind in CONFIG_MAPPING:
+            message = f"config.json: transformers cannot read it: {first_line(error)}"
+        else:
+            message = (
+                f"model type {kind!r} is not part of transformers {transformers.__version__}, and"
+                f" code that ships with a model is never run ({first_line(error)})"
+            )
+        raise UnsupportedModel(message) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +288,13 @@ def _context_length(text: Any, name: str) -> int:
 def _check_windows(text: Any, layers: list[_LayerSeen], context: int, name: str) -> None:
     """Refuses windows that a class ignores: transformers' caches drop what a stated window hides,
     even if the class does not mask it."""
-    for kept, layer in zip(DynamicCache(config=text).layers, layers, strict=False):
+    try:
+        cache = DynamicCache(config=text)
+    except Exception as error:  # such as for layers with a window where none is stated
+        raise UnsupportedModel(
+            f"{name}: transformers makes no cache for this config: {first_line(error)}"
+        ) from error
+    for kept, layer in zip(cache.layers, layers, strict=False):
         stated = getattr(kept, "sliding_window", None) or context
         if stated < (layer.window or context):
             raise UnsupportedModel(f"{name}: a sliding_window of {stated} is not used by the class")

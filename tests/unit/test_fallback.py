@@ -200,6 +200,27 @@ def test_the_shape_is_found_without_weights(tmp_path: Path) -> None:
     assert (shape.context_length, shape.windows) == (256, (None,) * 3)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"layer_types": ["sliding_attention"] * 3}, "transformers makes no cache for"),
+        ("phi3", {"layer_types": 7}, r"config\.json: transformers cannot read it: 'int' object"),
+        (
+            "gpt2",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            r"config\.json: transformers cannot read it: .*Missing required keys in `rope_param",
+        ),
+    ],
+)
+def test_a_config_that_transformers_cannot_read_is_refused_in_one_line(
+    family: str, changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    save(TinyModel(family), tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(UnsupportedModel, match=rf"^[^\n]*{message}[^\n]*$"):
+        read_model(tmp_path, "transformers")
+
+
 @pytest.mark.parametrize("name", REFUSED_MODELS)
 def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
     model, message = REFUSED_MODELS[name]
