@@ -144,6 +144,28 @@ ARCHITECTURES = {
 }
 
 
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "attention.causal": (True,),
+    "expert_gating_func": (0, 1),  # not stated, or softmax
+    **dict.fromkeys(
+        ("attention.output_scale", "expert_weights_scale", "experts_per_group"), (0, 1)
+    ),
+    **dict.fromkeys(("expert_group_count", "interleave_moe_layer_step"), (0, 1)),
+    **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1,)),
+    **dict.fromkeys(
+        (
+            *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.shared_kv_layers"),
+            *("attention.temperature_length", "attention.temperature_scale"),
+            *("leading_dense_block_count", "nextn_predict_layers", "router_logit_softcapping"),
+            *("rope.scaling.alpha", "rope.scaling.yarn_log_multiplier", "use_parallel_residual"),
+        ),
+        (0,),
+    ),
+}
+"""Fields that change what a model computes and that nothing here obeys, with the values that change
+nothing."""
+
+
 def architecture_of(file: GgufFile) -> GgufArchitecture:
     """Raises UnsupportedModel for an architecture, or a field of it, that is not served."""
     name = file.field("general.architecture", str)
@@ -155,6 +177,9 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     found = _MIXTRAL if mixture else ARCHITECTURES[name]
     for other in {"rope.scale_linear", *_all_fields()} - {*found.counts, *found.decimals}:
         if file.field(f"{name}.{other}", float, 0.0):
+            raise UnsupportedModel(f"GGUF field {name}.{other} is not supported")
+    for other, neutral in _NEUTRAL.items():
+        if f"{name}.{other}" in file and file.field(f"{name}.{other}", float) not in neutral:
             raise UnsupportedModel(f"GGUF field {name}.{other} is not supported")
     return found
 

@@ -193,6 +193,9 @@ def _rope(file: GgufFile, prefix: str, head_dim: int) -> Json:
     }
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = file.field(original, int)
+        for name in ("beta_fast", "beta_slow"):
+            if f"{prefix}.rope.scaling.yarn_{name}" in file:
+                scaling[name] = _decimal(file, f"{prefix}.rope.scaling.yarn_{name}")
     return scaling
 
 

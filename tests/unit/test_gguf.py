@@ -217,6 +217,13 @@ def yarn(writer: GGUFWriter) -> None:
     writer.add_uint32("llama.rope.scaling.original_context_length", 256)
 
 
+def yarn_with_betas(writer: GGUFWriter) -> None:
+    yarn(writer)
+    writer.add_float32("llama.rope.scaling.yarn_ext_factor", 1.0)
+    writer.add_float32("llama.rope.scaling.yarn_beta_fast", 8.0)
+    writer.add_float32("llama.rope.scaling.yarn_beta_slow", 0.5)
+
+
 def linear(writer: GGUFWriter) -> None:
     writer.add_string("llama.rope.scaling.type", "linear")
     writer.add_float32("llama.rope.scaling.factor", 2.5)
@@ -236,6 +243,16 @@ def linear(writer: GGUFWriter) -> None:
             },
         ),
         (yarn, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}),
+        (
+            yarn_with_betas,
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "beta_fast": 8.0,
+                "beta_slow": 0.5,
+            },
+        ),
         (linear, {"rope_type": "linear", "factor": 2.5}),
     ],
 )
@@ -370,6 +387,13 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     [
         (lambda writer: writer.add_attention_scale(0.5), "attention.scale"),
         (lambda writer: writer.add_sliding_window(64), "sliding_window"),
+        (lambda writer: writer.add_causal_attention(False), "attention.causal"),
+        (lambda writer: writer.add_clamp_kqv(8.0), "attention.clamp_kqv"),
+        (lambda writer: writer.add_expert_weights_scale(2.5), "expert_weights_scale"),
+        (
+            lambda writer: writer.add_float32("llama.rope.scaling.yarn_attn_factor", 0.7),
+            "rope.scaling.yarn_attn_factor",
+        ),
         (
             lambda writer: writer.add_string("llama.rope.scaling.type", "longrope"),
             "RoPE scaling 'longrope'",
