@@ -76,6 +76,9 @@ class Checkpoint:
         self._remaining: dict[str, OpenFile | QuantizedWeight] = (
             join_parts(stored, quantization) if quantization else dict(stored)
         )
+        self._quantized = {
+            name for name, file in self._remaining.items() if isinstance(file, QuantizedWeight)
+        }
         self._count = len(self._remaining)
         self._progress = progress
         self._upload = upload
@@ -139,12 +142,22 @@ class Checkpoint:
         unused = sorted(
             name
             for name in self._remaining
-            if not name.endswith(".inv_freq") and not name.startswith(not_run)
+            if not name.endswith(".inv_freq")
+            and not name.startswith(not_run)
+            and not self._is_empty_bias(name)
         )
         if unused:
             raise InvalidCheckpoint(
                 f"config.json has no place for tensor {unused[0]} ({len(unused)} such tensors)"
             )
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """Quantizers of GPTQ store a bias of zeros for layers without one."""
+        module, _, part = name.rpartition(".")
+        file = self._remaining[name]
+        if part != "bias" or f"{module}.weight" not in self._quantized:
+            return False
+        return not isinstance(file, QuantizedWeight) and not file.get_tensor(name).any()
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -121,6 +121,27 @@ def test_two_ranks_dequantize_their_parts(family: str, name: str, tmp_path: Path
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 
+def test_biases_of_zeros_that_quantizers_store_change_nothing(tmp_path: Path) -> None:
+    """GPTQ's write them for layers without biases too."""
+    oracle = save_quantized("gptq", tmp_path)
+    file, bias = tmp_path / "model-1.safetensors", "model.layers.0.mlp.down_proj.bias"
+    held = load_file(file)
+    zeros = torch.zeros(oracle.config.hidden_size, dtype=torch.float16)
+    for module in ("model.layers.0.mlp.down_proj", "model.layers.2.self_attn.o_proj"):
+        held[f"{module}.bias"] = zeros.clone()
+    save_file(held, file)
+    index = tmp_path / "model.safetensors.index.json"
+    stated = json.loads(index.read_text())
+    stated["weight_map"] |= dict.fromkeys(held, file.name)
+    index.write_text(json.dumps(stated))
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
+    assert answers == choices_of_transformers(oracle, PROMPTS, answers)
+    held[bias][3] = 1.0
+    save_file(held, file)
+    with pytest.raises(InvalidCheckpoint, match=rf"no place for tensor {bias} \(1 such"):
+        load(tmp_path)
+
+
 def test_the_head_may_be_quantized_too(tmp_path: Path) -> None:
     oracle = save_quantized("gptq", tmp_path, TINY_MODELS["llama"].changed(vocab_size=200))
     file = tmp_path / "model-1.safetensors"
