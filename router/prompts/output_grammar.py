@@ -41,7 +41,8 @@ KEPT_GRAMMARS = 256
 """Validated grammars that are remembered."""
 
 SpecialId = Callable[[str], int | None]
-"""Returns the id of a special token, which no text encodes to; None for any other text."""
+"""Returns the id of a token that a grammar must name, as it is no text to llguidance; None for any
+other text."""
 
 MAX_COUNTED = 256
 """Larger maxLength values are not enforced: grammars grow with the lengths that they count."""

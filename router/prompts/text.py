@@ -67,6 +67,7 @@ class Text:
         vocabulary = tokenizer.get_vocab() if tokenizer else {"": 0}
         self._longest_token = max(map(len, vocabulary))
         self._special_ids = special_ids(tokenizer)
+        self._grammar_ids = self._special_ids | _tag_ids(tokenizer)
         self._make_detokenizer = detokenizer_factory(tokenizer, self._special_ids)
         markers = {self.special_id(marker) for marker in answers.markers}
         hidden = frozenset(self._special_ids - markers)
@@ -182,9 +183,9 @@ class Text:
         return self._token_bytes[token_id]
 
     def special_id(self, token: str) -> int | None:
-        """Returns the id of a special token; None for any other text."""
+        """Returns the id of a token that a grammar must name; None for any other text."""
         found = self._tokenizer.token_to_id(token) if self._tokenizer else None
-        return found if found in self._special_ids else None
+        return found if found in self._grammar_ids else None
 
     def detokenizer(self, *, markers: bool = False, skip_special: bool = True) -> Detokenizer:
         """Returns a detokenizer for one answer. Its text has no special tokens, or with `markers`
@@ -295,6 +296,16 @@ class TextFiles:
         if not isinstance(size, int):
             raise UnsupportedModel(f"{self._folder}/config.json does not say vocab_size")
         return size
+
+
+def _tag_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Added tokens such as <tool_call> and </think>, which many models do not call special:
+    llguidance does."""
+    added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
+    texts = {token_id: token.content for token_id, token in added.items()}
+    return frozenset(
+        token_id for token_id, text in texts.items() if text[:1] == "<" and text[-1:] == ">"
+    )
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

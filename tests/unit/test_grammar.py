@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from random_schemas import random_schema
 from text_model import END, save_sentencepiece_model, save_text_model, tokenizer
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from baton.core.errors import InvalidGrammar
 from baton.core.types import AttemptKey, ChatPrompt, Request, Sampling, Structure, Tool, Work
@@ -29,6 +30,7 @@ from baton.router.answers.answer_events import AnswerDelta
 from baton.router.answers.answer_format import AnswerFormat
 from baton.router.answers.tool_formats import FORMATS, HARMONY, HERMES, ToolFormat
 from baton.router.prompts.output_grammar import ANY_OBJECT, after_reasoning, either, grammar_of
+from baton.router.prompts.text import Text
 
 PROMPT = [3, 50, 7]
 MOST = 600
@@ -349,6 +351,27 @@ def test_reasoning_may_end_with_another_mark(end: str, special: bool) -> None:
         matcher = LLMatcher(LLTokenizer(marks.to_str()), grammar)
         kept = matcher.consume_tokens(marks.encode(text).ids) and matcher.is_accepting()
         assert kept == allowed, (text, matcher.get_error())
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_markers_that_are_added_tokens_are_written_as_these(special: bool, tmp_path: Path) -> None:
+    """In Qwen's tokenizers they are not special, but no text to llguidance either."""
+    marks = save_text_model(tmp_path)
+    added = ("<tool_call>", "</tool_call>", "</think>")
+    marks.add_tokens([AddedToken(text, special=special, normalized=False) for text in added])
+    marks.save(str(tmp_path / "tokenizer.json"))
+    special_id, chat = Text.load(tmp_path).special_id, ChatPrompt((), (SAY,), must_call=True)
+    call = grammar_of(AnswerFormat(HERMES, reasoning=True).forced_call(chat, special_id))
+    grammar = after_reasoning(call, "</think>", special_id("</think>"))
+    matcher = LLMatcher(LLTokenizer(marks.to_str()), grammar)
+    said = '{"name": "say", "arguments": {"word": "hi"}}'
+    tokens = marks.encode(f"Hm.</think>\n\n<tool_call>\n{said}\n</tool_call>").ids
+    assert {marks.token_to_id(text) for text in added} <= set(tokens)
+    for token in tokens:
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        assert mask[token], marks.id_to_token(token)
+        assert matcher.consume_token(token), matcher.get_error()
+    assert matcher.is_accepting()
 
 
 def test_a_structure_may_come_after_reasoning(engine: Engine) -> None:
