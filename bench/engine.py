@@ -3,8 +3,10 @@
     python -m bench.engine [--model FOLDER] [--rows ttft-128 decode ...] [--skip-transformers]
     python -m bench.engine --quantization int8 [--dtype bfloat16] [--repeats 3] [--cpu-time]
     python -m bench.engine --kv-dtype int8
+    python -m bench.engine --peers vllm=PYTHON llama.cpp=FOLDER
 
-The last two compare quantized weights or pages with unquantized ones, row by row in turn.
+`--quantization` and `--kv-dtype` compare with unquantized weights and pages; `--peers` measures
+other engines too (bench/peers). All are measured row by row, in turn.
 
 Prompts are random tokens; answers are greedy and never end early. `decode` is
 one stream after a prompt of 128 tokens. The batch rows count the tokens of all
@@ -14,6 +16,7 @@ answers over the whole time, prefill included.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -28,12 +31,15 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
+from bench.peers import Peer
 
 Prompts = list[list[int]]
 
 
 class Generator(Protocol):
     """Answers prompts of equal length concurrently, with `count` greedy tokens each."""
+
+    pid: int
 
     def generate(self, prompts: Prompts, count: int) -> None: ...
 
@@ -44,6 +50,7 @@ class Ours:
     def __init__(self, folder: Path, threads: int, chunk: int, **options: Any) -> None:
         self.engine = Engine.load(folder, threads=threads, kv_memory=1 << 30, **options)
         self._chunk = chunk
+        self.pid = os.getpid()
 
     def generate(self, prompts: Prompts, count: int) -> None:
         sequences = [self.sequence(prompt, count) for prompt in prompts]
@@ -88,6 +95,7 @@ class Transformers:
 
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.pid = os.getpid()
 
     def generate(self, prompts: Prompts, count: int) -> None:
         import torch
@@ -116,15 +124,24 @@ class Row:
         return self.unit == "ms"
 
 
-clock = time.perf_counter
+def wall_time(_: int) -> float:
+    return time.perf_counter()
+
+
+def cpu_time(pid: int) -> float:
+    """The CPU time of a process, on Linux of any: clock ids are made as in the kernel."""
+    return time.clock_gettime(~pid << 3 | 2)
+
+
+clock: Callable[[int], float] = wall_time
 
 
 def seconds(generator: Generator, prompts: Prompts, count: int, repeats: int) -> float:
     times = []
     for _ in range(repeats):
-        start = clock()
+        start = clock(generator.pid)
         generator.generate(prompts, count)
-        times.append(clock() - start)
+        times.append(clock(generator.pid) - start)
     return statistics.median(times)
 
 
@@ -202,10 +219,11 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time", action="store_true", help="measure CPU time, if the cores are shared"
     )
+    parser.add_argument("--peers", nargs="+", default=[], metavar="NAME=WHERE")
     options = parser.parse_args()
     if options.cpu_time:
         global clock
-        clock = time.process_time
+        clock = cpu_time
     folder = model_store.locate(options.model)
     load = partial(Ours, folder, options.threads, options.chunk, dtype=options.dtype)
     generators: dict[str, Generator] = {}
@@ -214,10 +232,17 @@ def main() -> None:
         generators[options.dtype] = load()
     elif not options.skip_transformers:
         generators["transformers"] = Transformers(folder, options.threads)
-    title = "int8" if quantized else "baton"
+    peers = {
+        named.partition("=")[0]: Peer(named, folder, options.dtype, options.threads)
+        for named in options.peers
+    }
+    generators |= peers
+    title = options.quantization if options.quantization != "none" else "baton"
     generators[title] = load(quantization=options.quantization, kv_dtype=options.kv_dtype)
     found = run(generators, options.rows, options.repeats)
     print_table(list(generators), options.rows, found)
+    for peer in peers.values():
+        peer.close()
 
 
 if __name__ == "__main__":
