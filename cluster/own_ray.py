@@ -36,6 +36,14 @@ class _FewProcesses(parameter.RayParams):  # type: ignore[misc]
         self.no_monitor, self.include_log_monitor = True, False
 
 
+class _OwnGroup(services.ConsolePopen):  # type: ignore[misc]
+    """A process that signals to our group do not reach: it would end before our command could
+    stop the cluster."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, process_group=0, **options)
+
+
 def _skip_api_server(*_: Any, **__: Any) -> None:
     """Replaces the start of the dashboard's server, which Ray would wait for."""
 
@@ -67,6 +75,7 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (parameter, "RayParams", _FewProcesses),
     (node.Node, "start_api_server", _skip_api_server),
     (services, "start_ray_process", _start_without_agents),
+    (services, "ConsolePopen", _OwnGroup),
 )
 
 

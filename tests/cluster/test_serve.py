@@ -220,6 +220,15 @@ def test_a_signal_during_the_start_leaves_nothing_behind(
         starting.wait_gone()
 
 
+def test_a_signal_to_the_whole_group_leaves_nothing_behind(tmp_path: Path) -> None:
+    """`timeout` and supervisors send SIGTERM to every process of a group."""
+    with Serve(tmp_path) as starting:
+        starting.wait_for("importing torch")
+        os.killpg(starting.pid, signal.SIGTERM)
+        assert (starting.wait(), starting.stderr) == (0, "")
+        starting.wait_gone()
+
+
 BROKEN = """
 from baton.__main__ import main
 from baton.cluster import launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,26 @@ def test_starting_the_command_line_loads_nothing_heavy() -> None:
         check=True,
     )
     assert not {"torch", "ray", "transformers", "numpy"} & set(listing.stdout.split())
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "typer.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from baton.__main__ import main
+main()
+"""
+
+
+def test_control_c_ends_a_command_that_is_still_loaded_without_a_stack() -> None:
+    command = [sys.executable, "-c", INTERRUPTED, "status"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_the_commands_that_serve_prints_name_one_of_several_models(tmp_path: Path) -> None:
