@@ -18,6 +18,7 @@ from baton.core import config as configs
 from baton.core import model_store
 from baton.core.adapter_config import read_adapter_config
 from baton.core.adapter_store import locate_adapter, resolve_locations
+from baton.core.api_keys import read_keys
 from baton.core.config import Config, RouterConfig
 from baton.core.encoder_config import EncoderConfig
 from baton.core.errors import InvalidConfig, Unavailable
@@ -67,6 +68,8 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     cluster could not serve them. With `workers_here`, also downloads the weights."""
     check_router(config)
     node_identity(config)
+    if config.router.keys:
+        read_keys(Path(config.router.keys))
     if not config.models:
         return _prepare_model(config, workers_here)
     given = configs.served_configs(config)

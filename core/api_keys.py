@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from baton.core.bounds import MAX_PRIORITY
+from baton.core.config_values import parse_yaml
 from baton.core.errors import InvalidConfig
 
 PREFIX = "baton-"
@@ -74,7 +75,7 @@ def digest_of(secret: str) -> str:
 def read_keys(path: Path) -> list[ApiKey]:
     """The keys of a file. Names are unique."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+        tree = parse_yaml(path.read_text(encoding="utf-8")) or []
     except OSError as error:
         raise InvalidConfig(f"cannot read the keys in {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

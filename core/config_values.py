@@ -95,9 +95,33 @@ def keys_of(config: type, prefix: str = "") -> Iterator[ConfigKey]:
             yield ConfigKey(path, plain, field.default, about["meaning"], about["flag"])
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML's own reader drops the first."""
+
+    def compose_mapping_node(self, anchor: typing.Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
+                    )
+                seen.add((key.tag, key.value))
+        return node
+
+
+def parse_yaml(text: str) -> object:
+    loader = _UniqueKeys(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def read_yaml(path: Path) -> dict[str, object]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidConfig(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -16,8 +16,8 @@ One YAML file describes a cluster: `baton serve --config baton.yaml`. Every proc
 same file. Sections are nested keys, as in `router: {port: 50051}`. The flags below are those of
 `baton serve`; a flag overrides the file.
 
-An unknown key, a wrong type or a value out of range is refused with the key's name. Sizes are
-bytes, or text such as "512MiB" or "16GiB". Times are seconds.
+An unknown key, one that is there twice, a wrong type or a value out of range is refused with the
+key's name. Sizes are bytes, or text such as "512MiB" or "16GiB". Times are seconds.
 
 This page is generated from `core/config.py` by `python docs/make_configuration.py`.
 """

@@ -284,6 +284,7 @@ CASES = {
     "a port that is taken": (["--port", "{taken}"], "Address already in use"),
     "an HTTP port that is taken": (["--http-port", "{taken}"], "Address already in use"),
     "a metrics port that is taken": (["--metrics-port", "{taken}"], "Address already in use"),
+    "no file of keys": (["--keys", "/nowhere.yaml"], "cannot read the keys in /nowhere.yaml"),
     "a host that is not here": (["--host", "192.0.2.77"], "192.0.2.77"),
 }
 

@@ -101,6 +101,7 @@ def test_a_broken_file_leaves_the_keys_as_they_were(
         "[{name: alice}]",
         "[{name: 'a b', digest: " + "0" * 64 + "}]",
         "[{name: alice, digest: short}]",
+        "[{name: alice, digest: " + "0" * 64 + ", models: [a], models: [b]}]",
         "[{name: alice, digest: " + "0" * 64 + ", rate: -1}]",
         "[{name: alice, digest: " + "0" * 64 + ", rate: .inf}]",
         "[{name: alice, digest: " + "0" * 64 + ", concurrency: 1.5}]",

@@ -79,6 +79,24 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -
         config.load(path)
 
 
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """The first would be dropped, such as a router's keys."""
+    path = tmp_path / "baton.yaml"
+    path.write_text("router: {keys: keys.yaml}\nrouter: {port: 1}\n")
+    with pytest.raises(InvalidConfig, match=r"(?s)the key router is there twice.*line 2"):
+        config.load(path)
+
+
+def test_a_merged_key_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text(
+        "prefill: &pool {workers: 2, kv_memory: 1GiB}\ndecode: {<<: *pool, workers: 3}\n"
+    )
+    loaded = config.load(path)
+    assert (loaded.prefill.workers, loaded.decode.workers) == (2, 3)
+    assert loaded.decode.kv_memory == 2**30
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="no-such"):
         config.load(tmp_path / "no-such.yaml")
