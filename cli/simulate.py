@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ def simulate(
     from baton.planner.sizing import Goals, Pools
     from baton.planner.trace import Traffic
 
+    _check_above_0({"--ttft-slo": ttft_slo, "--itl-slo": itl_slo, "--minutes": minutes})
     goals = Goals(ttft_slo, itl_slo, max_workers or 0, least=Pools(least_prefill, least_decode))
     fleets = dict(map(_parse_fleet, model)) or {"": ModelFleet(Pools(prefill, decode), profile)}
     setups = {name: _setup(fleet, goals, plan=plan) for name, fleet in fleets.items()}
@@ -120,11 +122,15 @@ def _read_trace(path: Path) -> list[TraceRequest]:
         why = "it has no request"
     except OSError as error:
         raise InvalidConfig(f"cannot read {path}: {error.strerror}", field="trace") from None
-    except KeyError as error:
-        why = f"a line has no {error}"
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         why = str(error)
     raise InvalidConfig(f"{path} is not a trace: {why}", field="trace")
+
+
+def _check_above_0(flags: dict[str, float | None]) -> None:
+    for flag, value in flags.items():
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidConfig(f"{flag} must be a number above 0, not {value:g}")
 
 
 def _parse_loads(text: str) -> tuple[float, ...]:
@@ -132,7 +138,7 @@ def _parse_loads(text: str) -> tuple[float, ...]:
         loads = tuple(float(each) for each in text.split(","))
     except ValueError:
         loads = ()
-    if not loads or min(loads) <= 0:
+    if not loads or not all(0 < each < math.inf for each in loads):
         raise InvalidConfig(f"--load must be numbers above 0, as in 1,2,0.5; not {text}")
     return loads
 

@@ -21,6 +21,9 @@ BLOCK = 512
 _UNLIMITED = 2**40
 """More repetitions of a trace than are ever needed."""
 
+LARGEST = 2**53
+"""Above it a float has gaps between integers, and the trace's time would stand still."""
+
 
 class TraceRequest(NamedTuple):
     seconds: float  # since the trace began
@@ -45,18 +48,49 @@ class Traffic:
 def read_trace(path: Path) -> list[TraceRequest]:
     """Returns the requests of a JSONL file, ordered by time."""
     with path.open(encoding="utf-8") as lines:
-        requests = [_parse(line) for line in lines if line.strip()]
+        requests = [_parse_line(at, line) for at, line in enumerate(lines, 1) if line.strip()]
     return sorted(requests, key=lambda request: request.seconds)
 
 
-def _parse(line: str) -> TraceRequest:
-    fields = json.loads(line)
-    blocks = tuple(fields["hash_ids"])
-    length = int(fields["input_length"])
+def _parse_line(number: int, line: str) -> TraceRequest:
+    """Errors name the line."""
+    try:
+        return _parse(json.loads(line))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"line {number} is not valid JSON: {error.msg} at column {error.colno}"
+        ) from None
+    except KeyError as error:
+        raise ValueError(f"line {number} has no {error}") from None
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
+
+
+def _parse(fields: object) -> TraceRequest:
+    if not isinstance(fields, dict):
+        raise ValueError("it is not a JSON object")
+    blocks, length = fields["hash_ids"], _whole(fields, "input_length")
+    if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
+        raise ValueError("hash_ids must be a list of integers")
     if len(blocks) != -(-length // BLOCK):
         raise ValueError(f"{length} tokens are not {len(blocks)} blocks of {BLOCK}")
-    answer, model = int(fields["output_length"]), str(fields.get("model") or "")
-    return TraceRequest(fields["timestamp"] / 1e3, length, answer, blocks, model)
+    answer, model = _whole(fields, "output_length"), str(fields.get("model") or "")
+    seconds = _number(fields, "timestamp") / 1e3
+    return TraceRequest(seconds, length, answer, tuple(blocks), model)
+
+
+def _number(fields: dict[str, object], name: str) -> float:
+    value = fields[name]
+    if not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+        raise ValueError(f"{name} must be a number from 0 to 2^53, not {value!r}")
+    return value
+
+
+def _whole(fields: dict[str, object], name: str) -> int:
+    value = _number(fields, name)
+    if value != int(value):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    return int(value)
 
 
 def common_blocks(trace: Sequence[TraceRequest]) -> int:

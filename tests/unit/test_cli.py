@@ -124,13 +124,34 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
     assert result.stderr.count("\n") == 1
 
 
+TRACE_LINE = '{"timestamp": 7, "input_length": 8, "output_length": 9, "hash_ids": [3]}\n'
+
+
 @pytest.mark.parametrize(
     ("written", "fault"),
     [
         (None, "cannot read {}: No such file or directory"),
         ("", "{} is not a trace: it has no request"),
-        ("{}", "{} is not a trace: a line has no 'hash_ids'"),
-        ("hello", "{} is not a trace: Expecting value: line 1 column 1 (char 0)"),
+        ("{}", "{} is not a trace: line 1 has no 'hash_ids'"),
+        ("hello", "{} is not a trace: line 1 is not valid JSON: Expecting value at column 1"),
+        ("\n[]", "{} is not a trace: line 2: it is not a JSON object"),
+        (
+            TRACE_LINE + "{a",
+            "{} is not a trace: line 2 is not valid JSON: Expecting property name"
+            " enclosed in double quotes at column 2",
+        ),
+        *(
+            (TRACE_LINE.replace(right, wrong), f"{{}} is not a trace: line 1: {fault}")
+            for right, wrong, fault in (
+                (": 7", ": NaN", "timestamp must be a number from 0 to 2^53, not nan"),
+                (": 7", ": 1e30", "timestamp must be a number from 0 to 2^53, not 1e+30"),
+                (": 7", ': "7"', "timestamp must be a number from 0 to 2^53, not '7'"),
+                (": 8", ": -8", "input_length must be a number from 0 to 2^53, not -8"),
+                (": 9", ": 0.5", "output_length must be an integer, not 0.5"),
+                ("[3]", '"a"', "hash_ids must be a list of integers"),
+                ("[3]", '["a"]', "hash_ids must be a list of integers"),
+            )
+        ),
     ],
 )
 def test_a_trace_that_is_none_is_one_line(written: str | None, fault: str, tmp_path: Path) -> None:
@@ -140,6 +161,25 @@ def test_a_trace_that_is_none_is_one_line(written: str | None, fault: str, tmp_p
     result = CliRunner().invoke(app, ["simulate", str(trace)])
     assert result.exit_code == 1
     assert result.stderr == f"baton: {fault.replace('{}', str(trace), 1)}\n"
+
+
+@pytest.mark.parametrize("loads", ["", "1,x", "0", "1,-1", "nan", "1,inf"])
+def test_loads_to_simulate_are_above_0(loads: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE_LINE)
+    result = CliRunner().invoke(app, ["simulate", str(trace), "--load", loads])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("baton: --load must be numbers above 0, as in 1,2,0.5; not")
+
+
+@pytest.mark.parametrize("flag", ["--minutes", "--ttft-slo", "--itl-slo"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_a_time_to_simulate_is_above_0(flag: str, value: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE_LINE)
+    result = CliRunner().invoke(app, ["simulate", str(trace), flag, value])
+    assert result.exit_code == 1
+    assert result.stderr == f"baton: {flag} must be a number above 0, not {value}\n"
 
 
 @pytest.mark.parametrize(
