@@ -50,13 +50,17 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 
 def check_address(address: str) -> str:
-    """Returns the address. Refuses a URL, in which gRPC would take `http` for the host."""
+    """Returns the address. Refuses a URL, in which gRPC would take `http` for the host, and one
+    without a port, for which gRPC would take 443."""
     if address.startswith(("http://", "https://")):
-        raise errors.InvalidRequest(
-            f"{address!r} is a URL; give HOST:PORT of a router's gRPC API, such as"
-            f" {DEFAULT_ADDRESS}"
-        )
-    return address
+        kind = "is a URL"
+    elif ":" not in address:
+        kind = "has no port"
+    else:
+        return address
+    raise errors.InvalidRequest(
+        f"{address!r} {kind}; give HOST:PORT of a router's gRPC API, such as {DEFAULT_ADDRESS}"
+    )
 
 
 def why_not_ready(status: cluster_pb2.StatusResponse) -> str:

@@ -94,6 +94,15 @@ def test_a_url_is_no_address_of_a_router(command: str) -> None:
     )
 
 
+@pytest.mark.parametrize("address", ["", "gpu-7"])
+def test_an_address_without_a_port_is_named(address: str) -> None:
+    result = CliRunner().invoke(app, ["status", "--address", address])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        f"baton: {address!r} has no port; give HOST:PORT of a router's gRPC API"
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
