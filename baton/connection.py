@@ -33,6 +33,9 @@ CALL_SECONDS = 30.0
 POLL_SECONDS = 0.2
 """The time between two checks of a cluster that is not ready."""
 
+_TOO_LARGE = "message larger than max"
+"""In gRPC's own words, which come with the code of a server that is full."""
+
 _DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "baton"
 
@@ -157,6 +160,8 @@ def _from_code(code: grpc.StatusCode, message: str, address: str) -> BatonError:
             return errors.Cancelled("the call was cancelled")
         case grpc.StatusCode.INVALID_ARGUMENT:
             return errors.InvalidRequest(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if _TOO_LARGE in message:  # waiting never helps
+            return errors.InvalidRequest(f"the message is too large: {message}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.Exhausted(message)
     return errors.Internal(f"{address}: {message}")
