@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import faulthandler
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,9 @@ from baton.worker.step_record import StepRecord, open_record
 
 if TYPE_CHECKING:
     from baton.worker.worker_server import WorkerServer
+
+END_SECONDS = 30.0
+"""After draining: longer than all waits of an orderly end."""
 
 
 def main(role: Role) -> None:
@@ -82,4 +87,12 @@ async def _run(
         print(f"metrics on {server.metrics_address}", flush=True)
     print(f"started in {server.times}", flush=True)
     print(f"{role.value} worker ready on {server.address}", flush=True)
-    await server.serve_until(stopping)
+    limit = _limit_end(server, config.drain_seconds + END_SECONDS)
+    await asyncio.gather(server.serve_until(stopping), limit)
+
+
+async def _limit_end(server: WorkerServer, seconds: float) -> None:
+    """Once the worker drains, it ends within `seconds`: with the stacks of its threads on stderr,
+    should one hang in a library."""
+    await server.drain_asked()
+    faulthandler.dump_traceback_later(seconds, exit=True)

@@ -184,6 +184,10 @@ class WorkerServer:
         if not restart:
             self._on_leaving()
 
+    async def drain_asked(self) -> None:
+        """Waits until the worker begins to drain for its end."""
+        await self._drain_asked.wait()
+
     async def _drain(self, stopping: StopSignal) -> None:
         self._drain_asked.set()
         await self._report_health()

@@ -142,6 +142,16 @@ async def test_a_second_signal_ends_a_router_at_once(tiny: Path, tmp_path: Path)
                 await stream.read()
 
 
+def test_a_worker_whose_end_hangs_says_where_and_ends(tiny: Path, tmp_path: Path) -> None:
+    cluster = ProcessCluster(tiny, tmp_path, tree=tree(drain_seconds=0.1), module="stuck_worker")
+    worker = cluster.start_worker(Role.DECODE, 0)
+    worker.wait_for(r"ready on (\S+)")
+    worker.send(signal.SIGTERM)
+    assert worker.wait() == 1
+    assert "Timeout" in worker.log
+    assert "stuck_worker.py" in worker.log
+
+
 async def test_a_frozen_worker_is_routed_around_and_rejoins(tiny: Path, tmp_path: Path) -> None:
     configured = tree(frozen_seconds=1.5)
     with ProcessCluster(tiny, tmp_path, decode=2, tree=configured) as cluster:

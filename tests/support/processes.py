@@ -158,7 +158,8 @@ class ProcessCluster:
             process.send(signal.SIGTERM)
         codes = {process.name: process.wait() for process in processes}
         if error is None:
-            assert set(codes.values()) == {0}, codes
+            failed = [f"{each.name}: {each.log}" for each in processes if codes[each.name]]
+            assert not failed, "\n".join([str(codes), *failed])
 
     def start_worker(self, role: Role, index: int, port: int | None = None) -> Process:
         port = free_port() if port is None else port
