@@ -35,7 +35,7 @@ from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import TokenTimes
 from baton.router.placement.placement import Placement
 from baton.router.prompts.text import Text
-from baton.router.requests.attempt import Tokens, merged
+from baton.router.requests.attempt import Tokens, merge_tokens
 from baton.rpc import redact
 from baton.v1 import inference_pb2 as pb
 
@@ -199,7 +199,9 @@ class Answer:
         """Returns the complete answer, for later replays."""
         assert self._recorded is not None
         accepted, rejected = self.ledger.accepted_tokens, self.ledger.rejected_tokens
-        tokens = merged(self._recorded)._replace(guessed=accepted + rejected, accepted=accepted)
+        tokens = merge_tokens(self._recorded)._replace(
+            guessed=accepted + rejected, accepted=accepted
+        )
         return CachedAnswer(tokens, self._call_ids)
 
     def _start(self, prefill_worker: str = "", decode_worker: str = "") -> None:

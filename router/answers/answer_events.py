@@ -70,7 +70,7 @@ class AnswerDelta:
         self.embedding += later.embedding
 
 
-def merged(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:
+def merge_deltas(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:
     """Merges consecutive deltas of one answer."""
     return AnswerDelta(
         "".join(each.text for each in deltas),

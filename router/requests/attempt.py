@@ -216,7 +216,7 @@ class Attempt:
         return []
 
 
-def merged(tokens: list[Tokens]) -> Tokens:
+def merge_tokens(tokens: list[Tokens]) -> Tokens:
     """Merges successive tokens, as if they had come in one message."""
     if len(tokens) == 1:
         return tokens[0]

@@ -32,7 +32,7 @@ from baton.router.requests.attempt import (
     AttemptEvent,
     Send,
     Tokens,
-    merged,
+    merge_tokens,
 )
 from baton.router.requests.feedback import Feedback
 from baton.router.requests.inbox import Inbox, Rounds
@@ -274,7 +274,7 @@ class RunningAttempt:
             if self._unanswered and not attempt.queued:
                 self._note_begin()
             self._free_capacity(prefilled=attempt.prefilled, answered=not attempt.queued)
-        return merged(tokens) if tokens else None
+        return merge_tokens(tokens) if tokens else None
 
     def _note_begin(self) -> None:
         """Starts measuring once a worker has begun the request or reserved its pages. Canaries,

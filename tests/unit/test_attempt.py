@@ -21,7 +21,7 @@ from baton.router.requests.attempt import (
     LinkLost,
     Send,
     Tokens,
-    merged,
+    merge_tokens,
 )
 from baton.router.requests.verdicts import Loss
 from baton.v1 import worker_pb2 as pb
@@ -228,10 +228,10 @@ def test_merged_tokens_keep_everything() -> None:
     first = Tokens([7], None, 16, scores(7), 8)
     rest = [Tokens([8], None, 0, scores(8)), Tokens([9], FinishReason.STOP, 0, scores(9))]
     together = Tokens([7, 8, 9], FinishReason.STOP, 16, scores(7) + scores(8) + scores(9), 8)
-    assert merged([first, *rest]) == together
-    assert merged([first]) is first
+    assert merge_tokens([first, *rest]) == together
+    assert merge_tokens([first]) is first
 
 
 def test_merged_tokens_count_all_guesses() -> None:
-    both = merged([Tokens([7, 8], None, guessed=3, accepted=1), Tokens([9], None, guessed=2)])
+    both = merge_tokens([Tokens([7, 8], None, guessed=3, accepted=1), Tokens([9], None, guessed=2)])
     assert (both.guessed, both.accepted) == (5, 1)

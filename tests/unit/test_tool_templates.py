@@ -15,7 +15,7 @@ import pytest
 from baton.core.errors import InvalidGrammar
 from baton.core.types import ChatPrompt, Message, Tool, ToolCall, ToolFormatName
 from baton.router.answers.answer import splitter_for
-from baton.router.answers.answer_events import AnswerDelta, merged
+from baton.router.answers.answer_events import AnswerDelta, merge_deltas
 from baton.router.answers.answer_format import AnswerFormat, answer_format
 from baton.router.answers.tool_call_splitter import ToolCallSplitter
 from baton.router.answers.tool_formats import FORMATS
@@ -194,7 +194,7 @@ def parsed(model: Published, pieces: list[str]) -> AnswerDelta:
         splitter.push(piece, delta)
         assert len({call.index for call in delta.tool_calls}) == len(delta.tool_calls)
     splitter.flush(deltas[-1])
-    return merged(deltas, 0)
+    return merge_deltas(deltas, 0)
 
 
 def cuts(text: str) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ from baton.router.answers.answer_events import (
     ScoredToken,
     TokenScore,
     ToolCallDelta,
-    merged,
+    merge_deltas,
 )
 from baton.router.edges.http.answer_renderer import AnswerRenderer, encode
 from baton.router.edges.http.answer_types import (
@@ -98,7 +98,7 @@ class ChoiceRenderer(AnswerRenderer[Body]):
     def whole(self) -> bytes:
         choices = [
             self._choice(
-                self._with_prefix(merged(self._deltas[index], index)), self._finishes[index]
+                self._with_prefix(merge_deltas(self._deltas[index], index)), self._finishes[index]
             )
             for index in range(self.answers)
         ]
