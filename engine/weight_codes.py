@@ -82,11 +82,12 @@ class CodedWeights:
             self._count += linear.pack_codes(grid)
         self._grids.clear()
 
-    def finish_head(self, head: Linear) -> None:
-        """Called with the head's weights. Integers of 8 bits would lose too much, but numbers in
-        float32 are rounded to bfloat16, in half the bytes (kernels/cpu/panels.py)."""
+    def finish_head(self, head: Linear) -> Linear:
+        """Rounds a float32 head of a quantized model to bfloat16, which halves its bytes
+        (kernels/cpu/panels.py). In int8 it would lose too much."""
         if self._quantization in ("int8", "int4") and head.weight.dtype == torch.float32:
             head.weight = head.weight.bfloat16().float()
+        return head
 
     def report(self, layers: Sequence[Layer]) -> None:
         """Logs how many linear layers keep the checkpoint's codes."""

@@ -94,8 +94,7 @@ class _Loader:
             layers.append(balance_keys(layer, shape) if balanced else layer)
             self._codes.finish_layer(layers[-1])
         norm = self._norm("model.norm.weight", shape.hidden)
-        head = self._head(embedding)
-        self._codes.finish_head(head)
+        head = self._codes.finish_head(self._head(embedding))
         self._source.finish(shape.prefixes_not_run)
         self._codes.report(layers)
         scale = shape.embedding_scale
