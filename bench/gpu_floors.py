@@ -103,7 +103,9 @@ def _product(linear: Linear | GatedLinear, rows: int) -> None:
         torch.mm(_inputs[size], weight.t())
     else:  # with a single scale, which is fastest in the library
         codes, one = _codes(size), weight.scales[0]
-        torch._scaled_mm(codes, weight.codes.t(), one, one, out_dtype=torch.bfloat16)
+        torch._scaled_mm(
+            codes, weight.codes.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
 
 def _scratch(shape: torch.Size) -> Tensor:

@@ -1,12 +1,16 @@
 """Products in FP8 on a GPU (kernels/fp8.py): rows become codes, then the matrix library multiplies.
 
-Tensor cores add FP8 products with 14 bits; every 128 inputs these sums are added up in float32,
-in order. The library does so unless `use_fast_accum` is set, and kernels/gpu/linear.py does too, so
-a row has the same bits in both.
+Tensor cores add FP8 products with 14 bits. Products with scales keep all sums in these; the library
+does so with `use_fast_accum`, and takes a tenth less time for it. Their error is a tenth of a
+percent, far below that of FP8 codes. Products onto the residual add the sums of every 128 inputs in
+float32, in order. kernels/gpu/linear.py does both in the same way, so a row has the same bits in
+both.
 
-Without scales per row and output the library is up to twice as fast. Products onto the residual use
-this: their sums are rounded, and the kernel that adds them applies the scales. For other products
-the kernels that read them would take longer for the scales than the library does.
+Without scales per row and output the library is up to twice as fast with few rows. Products onto
+the residual use this: their sums are rounded, and the kernel that adds them applies the scales. For
+other products the kernels that read them would take longer for the scales than the library does.
+Without scales `use_fast_accum` makes no difference in time, and some rows of the library then have
+other bits than others.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ def library_product(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) 
     codes, scales = fp8_rows(x) if isinstance(x, Tensor) else x
     row_scales, column_scales = scales.unsqueeze(1), weight.scales.unsqueeze(0)
     return torch._scaled_mm(
-        codes, weight.codes.t(), row_scales, column_scales, out_dtype=dtype, use_fast_accum=False
+        codes, weight.codes.t(), row_scales, column_scales, out_dtype=dtype, use_fast_accum=True
     )
 
 

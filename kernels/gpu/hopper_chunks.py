@@ -18,36 +18,28 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton.kernels.gpu import fixed_order
-from baton.kernels.gpu.long_attention import (
+from baton.kernels.gpu.hopper_splits import (
     ELEMENTS,
     GROUP_QUERIES,
     GROUP_REGISTERS,
     GROUPS,
     LOADER_REGISTERS,
+    SPLIT,
+    TILE,
+    TILES,
+    attend_last,
+    attend_splits,
     copy_tile,
-    merge,
-    start_scores,
-    tile_weights,
 )
 from baton.kernels.gpu.rotary import HeadShape
 
-TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)
-TILES = gl.constexpr(SPLIT.value // TILE.value)
 BLOCK_QUERIES: int = GROUPS.value * GROUP_QUERIES.value
 """Tokens of one entry of `blocks`."""
 PART = gl.constexpr(64)
 """Columns per copy: 128 bytes, which the copy engine swizzles as products need them."""
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value, 16]))
-"""How scores lie in a group's registers."""
 REGISTERS = gl.constexpr([GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
 """Registers per thread of the second group and of each loader; the first group gets the rest."""
 ROOMS = {64: 4, 128: 2}
@@ -297,32 +289,13 @@ def _attend_block(
     """Attends queries from position `start` on to all splits. `number` counts the program's splits;
     tokens end at `last`."""
     _, first, masked, end = span
-    position = start + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, LAYOUT))
-    total = gl.zeros([GROUP_QUERIES], gl.float32, gl.SliceLayout(1, layout))
-    sums = gl.zeros([GROUP_QUERIES, DIM], gl.float32, layout)
-    highest = gl.zeros_like(total) + sink
-    if SINKS:
-        total += 1.0
-    state = (highest, total, sums)
-    place = (position, scale, window)
-    mbarrier.wait(rooms[4].index(number % ROOMS), (number // ROOMS) & 1)
-    scores = start_scores(query, rooms[1].index(number % ROOMS * TILES), LAYOUT, TILE)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    for split in range(first, masked, SPLIT):
-        scores, state = _merge_split(
-            query, scores, state, number, split, place, rooms, layout, False, True, DIM, ROOMS
-        )
-        number += 1
-    for split in range(masked, end - SPLIT, SPLIT):
-        scores, state = _merge_split(
-            query, scores, state, number, split, place, rooms, layout, True, True, DIM, ROOMS
-        )
-        number += 1
+    tiles = (rooms[1], rooms[2], rooms[4], rooms[5])
+    ready, state, number, place = attend_splits(
+        query, sink, number, start, (first, masked, end), scale, window, tiles, layout, SINKS, DIM,
+        ROOMS,
+    )  # fmt: skip
     _clear(number, last - (end - SPLIT), rooms, DIM, ROOMS)
-    scores, state = _merge_split(
-        query, scores, state, number, end - SPLIT, place, rooms, layout, True, False, DIM, ROOMS
-    )
-    return state[2] * (1.0 / state[1])[:, None]
+    return attend_last(query, ready, state, number, end - SPLIT, place, tiles, layout, DIM, ROOMS)
 
 
 @gluon.jit
@@ -345,54 +318,3 @@ def _clear(number, count, rooms, DIM: gl.constexpr, ROOMS: gl.constexpr):
             values = boxes.index((tile * parts + part) * of_tile + box % of_tile)
             values.store(gl.where(kept, values.load(layout), 0.0))
         fence_async_shared()
-
-
-@gluon.jit
-def _merge_split(
-    query, scores, state, number, split, place, rooms, layout: gl.constexpr,
-    MASKED: gl.constexpr, AHEAD: gl.constexpr, DIM: gl.constexpr, ROOMS: gl.constexpr,
-):  # fmt: skip
-    """Attends to a split whose first tile has its scores already. AHEAD: also computes the scores
-    of the next split's first tile."""
-    _, key_rooms, value_rooms, _, there, done = rooms
-    highest, total, sums = state
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    room, turn = number % ROOMS, (number // ROOMS) & 1
-    split_highest = gl.full([GROUP_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    split_total = gl.zeros_like(split_highest)
-    split_sums = gl.zeros([GROUP_QUERIES, DIM], gl.float32, layout)
-    weights, fade, split_highest, split_total = tile_weights(
-        scores, split_highest, split_total, split, *place, query.dtype, LAYOUT, layout, MASKED, TILE
-    )
-    for tile in gl.static_range(TILES):
-        if tile + 1 < TILES:
-            scores = start_scores(query, key_rooms.index(room * TILES + tile + 1), LAYOUT, TILE)
-        elif AHEAD:
-            following = (number + 1) % ROOMS
-            mbarrier.wait(there.index(following), ((number + 1) // ROOMS) & 1)
-            scores = start_scores(query, key_rooms.index(following * TILES), LAYOUT, TILE)
-        if tile == 0:
-            mbarrier.wait(there.index(ROOMS + room), turn)
-        values = value_rooms.index(room * TILES + tile)
-        found = warpgroup_mma(weights, values, split_sums, use_acc=tile > 0, is_async=True)
-        if tile + 1 < TILES or AHEAD:
-            scores = warpgroup_mma_wait(1, deps=[scores])
-        if tile + 1 == TILES - 1:
-            mbarrier.arrive(done.index(room))
-            if not AHEAD:
-                mbarrier.arrive(done.index(2 * ROOMS))
-        if tile + 1 < TILES:
-            # While the values are added up.
-            more, fade, split_highest, split_total = tile_weights(
-                scores, split_highest, split_total, split + (tile + 1) * TILE, *place,
-                query.dtype, LAYOUT, layout, MASKED, TILE,
-            )  # fmt: skip
-            split_sums, weights = warpgroup_mma_wait(0, deps=[found, weights])
-            split_sums = split_sums * fade[:, None]
-            weights = more
-        else:
-            split_sums, weights = warpgroup_mma_wait(0, deps=[found, weights])
-            mbarrier.arrive(done.index(ROOMS + room))
-    split_highest = gl.convert_layout(split_highest, rows)
-    split_total = gl.convert_layout(split_total, rows)
-    return scores, merge(highest, total, sums, split_highest, split_total, split_sums)

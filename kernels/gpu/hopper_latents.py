@@ -33,8 +33,8 @@ from baton.kernels.gpu.hopper_chunks import (
     copies_pages,
     reinterpret,
 )
+from baton.kernels.gpu.hopper_splits import ELEMENTS, copy_tile, row_sums
 from baton.kernels.gpu.latent_projection import LatentSizes
-from baton.kernels.gpu.long_attention import ELEMENTS, copy_tile, row_sums
 from baton.kernels.gpu.rotary import LOG2_E
 
 TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)

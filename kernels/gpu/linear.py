@@ -251,7 +251,8 @@ def _few_rows(
     x_at = x_pointer + row[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_M]
     weight_at = weight_pointer + column.to(tl.int64)[:, None] * K + lane[None, :]
     to_up = outputs.to(tl.int64) * K
-    together: tl.constexpr = 128 if FP8 else None  # inputs: see kernels/gpu/fp8_rows.py
+    # Inputs whose products tensor cores add: see kernels/gpu/fp8_rows.py.
+    together: tl.constexpr = 128 if FP8 and ROUNDS_SUMS else None
     tile: tl.constexpr = 2 * BLOCK_N if GATED and BITS > 0 else BLOCK_N  # with gates and ups
     sums = tl.zeros([tile, BLOCK_M], dtype=tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
