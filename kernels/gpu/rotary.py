@@ -292,17 +292,45 @@ def prepare_heads(
     """raw [heads, BLOCK_DIM], heads of one token as a product left them -> the same settled, normed
     and rotated, and settled only; both rounded. raw, bias and norm are pairs with partners."""
     dtype: tl.constexpr = raw[0].dtype
-    settled = _settle(raw[0], size, bias[0], SCALED, BIAS)
-    x = settled.to(tl.float32)
-    if NORMS:
-        inverse = inverse_size(square_sums(x, 1, BLOCK_DIM), epsilon, DIM)[:, None]
-        x = (x * inverse * norm[0].to(tl.float32)).to(dtype).to(tl.float32)
+    settled, x, inverse = _norm_heads(
+        raw[0], size, bias[0], norm[0], epsilon, DIM, BLOCK_DIM, SCALED, BIAS, NORMS
+    )
     if ROTATES:
         partner = _settle(raw[1], size, bias[1], SCALED, BIAS).to(tl.float32)
         if NORMS:
             partner = (partner * inverse * norm[1].to(tl.float32)).to(dtype).to(tl.float32)
         x = tl.fma(x, turn[0], partner * turn[1])
     return x.to(dtype), settled
+
+
+@triton.jit
+def _norm_heads(
+    raw,
+    size,
+    bias,
+    norm,
+    epsilon,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    """Returns heads settled, the same normed, both rounded, and each head's inverse size."""
+    settled = _settle(raw, size, bias, SCALED, BIAS)
+    x = settled.to(tl.float32)
+    inverse = 1.0
+    if NORMS:
+        inverse = inverse_size(square_sums(x, 1, BLOCK_DIM), epsilon, DIM)[:, None]
+        x = (x * inverse * norm.to(tl.float32)).to(raw.dtype).to(tl.float32)
+    return settled, x, inverse
+
+
+@triton.jit
+def _swap_pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Swaps neighbouring columns of x [ROWS, COLUMNS]."""
+    even, odd = tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
+    return tl.reshape(tl.join(odd, even), (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -351,26 +379,25 @@ def _rotate_and_store(
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_dim[None, :]
     within = head[:, None] * DIM + dim[None, :]
     new = qkv_pointer + token * ((HEADS + 2 * KV_HEADS) * DIM)
-    raw = load_pairs(new, within, inside)  # [BLOCK_HEADS, BLOCK_DIM] each
-    size, bias, norm, turn = 1.0, (0.0, 0.0), (1.0, 1.0), (1.0, 0.0)
+    raw = tl.load(new + within, mask=inside, other=0.0)  # [BLOCK_HEADS, BLOCK_DIM]
+    size, bias = 1.0, 0.0
     if SCALED:
         size = inverse_size(tl.load(squares_pointer + token), epsilon, INPUTS)
     if BIAS:
-        bias = load_pairs(bias_pointer, within, inside)
+        bias = tl.load(bias_pointer + within, mask=inside, other=0.0)
+    norm = 1.0
     if NORMS:
-        query_norm = load_pairs(query_norm_pointer, dim[None, :], in_dim[None, :])
-        key_norm = load_pairs(key_norm_pointer, dim[None, :], in_dim[None, :])
-        norm = (
-            tl.where(is_query[:, None], query_norm[0], key_norm[0]),
-            tl.where(is_query[:, None], query_norm[1], key_norm[1]),
-        )
+        query_norm = tl.load(query_norm_pointer + dim, mask=in_dim, other=0.0)
+        key_norm = tl.load(key_norm_pointer + dim, mask=in_dim, other=0.0)
+        norm = tl.where(is_query[:, None], query_norm[None, :], key_norm[None, :])
+    settled, x, _ = _norm_heads(
+        raw, size, bias, norm, head_epsilon, DIM, BLOCK_DIM, SCALED, BIAS, NORMS
+    )
     if ROTATES:
         position = tl.maximum(tl.load(positions_pointer + token), 0)
         turn = load_turn(cos_sin_pointer, position, dim, DIM)
-    turned, settled = prepare_heads(
-        raw, size, bias, norm, turn, head_epsilon, DIM, BLOCK_DIM, SCALED, BIAS, NORMS, ROTATES
-    )
-    tl.debug_barrier()  # Partners are read before they are replaced.
+        x = tl.fma(x, turn[0], _swap_pairs(x, BLOCK_HEADS, BLOCK_DIM) * turn[1])
+    turned = x.to(raw.dtype)
     stored = tl.where(is_value[:, None], settled, turned)
     changed = inside if SCALED or BIAS or CODED else inside & ~is_value[:, None]
     if CODED:
