@@ -165,6 +165,14 @@ async def test_what_is_no_request_gets_an_error_as_json(door: RouterServer, case
     assert words in message
 
 
+async def test_a_proxys_target_in_absolute_form_finds_its_path(door: RouterServer) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{door.http_address}") as client:
+        for path in ("/health", "/v1/models?a=b"):
+            target = f"http://host:8000{path}".encode()
+            response = await client.get("/", extensions={"target": target})
+            assert response.status_code == 200, path
+
+
 async def test_a_head_within_the_limit_is_served(door: RouterServer) -> None:
     async with httpx.AsyncClient(base_url=f"http://{door.http_address}") as client:
         response = await client.get("/health", headers={"x": "y" * 16_000})

@@ -44,3 +44,30 @@ def test_a_kept_connection_frames_each_answer_as_its_headers_say() -> None:
         assert answered(ours, request, headers) == answered(theirs, request, headers)
         for connection in (ours, theirs):
             connection.start_next_cycle()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "target"),
+    [
+        ("GET http://host:8000/health", b"/health"),
+        ("GET HTTPS://host/v1/requests?limit=2&a=http://b/c", b"/v1/requests?limit=2&a=http://b/c"),
+        ("GET http://[::1]:8000/v1/models/http://x", b"/v1/models/http://x"),
+        ("GET http://host", b"/"),
+        ("GET http://host?a=b", b"/?a=b"),
+        ("OPTIONS http://host:8000", b"*"),
+        ("OPTIONS *", b"*"),
+        ("GET /http://host/health", b"/http://host/health"),
+        ("GET http:///health", b"http:///health"),
+        ("GET ftp://host/health", b"ftp://host/health"),
+    ],
+)
+def test_targets_in_absolute_form_are_reduced_to_path_and_query(
+    request_line: str, target: bytes
+) -> None:
+    """RFC 9112, 3.2.2: servers must accept them, in spite of what Host says."""
+    connection = ChunkingConnection(h11.SERVER)
+    connection.receive_data(f"{request_line} HTTP/1.1\r\nhost: other\r\n\r\n".encode())
+    head = connection.next_event()
+    assert isinstance(head, h11.Request)
+    assert head.target == target
+    assert (b"host", b"other") in list(head.headers)

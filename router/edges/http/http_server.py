@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 import uuid
@@ -38,6 +39,9 @@ TOO_LONG = f"the request head must have at most {MAX_HEAD_BYTES} bytes"
 SEND_BYTES = 128 * 2**10
 """Kernel send buffer of one client. Further tokens wait in its ClientBuffer, which counts them."""
 
+_ABSOLUTE = re.compile(rb"(?i:https?)://[^/?#]+(/[^?#]*)?((?:\?[^#]*)?)")
+"""A request's target in absolute form: its path and its query (RFC 9112, 3.2.2)."""
+
 CONNECTION = "connection"
 """Key of a call's BoundedConnection in its scope's state."""
 
@@ -46,6 +50,7 @@ class ChunkingConnection(h11.Connection):
     """Frames body chunks itself, without h11's state machine, since there is one per token.
 
     Refuses heads that h11 accepts: long ones that arrive at once, and versions other than HTTP/1.
+    Reduces targets in absolute form, which proxies send, to path and query.
     """
 
     refusal: h11.RemoteProtocolError | None = None
@@ -56,6 +61,7 @@ class ChunkingConnection(h11.Connection):
             event = super().next_event()
             if type(event) is h11.Request:
                 _check_head(event)
+                event = _in_origin_form(event)
         except h11.RemoteProtocolError as error:
             self.refusal = error
             raise
@@ -159,6 +165,22 @@ def _check_head(head: h11.Request) -> None:
     fields = sum(len(name) + len(value) + len(b": \r\n") for name, value in head.headers)
     if len(head.method) + len(head.target) + fields > MAX_HEAD_BYTES:
         raise h11.RemoteProtocolError(TOO_LONG, error_status_hint=431)
+
+
+def _in_origin_form(head: h11.Request) -> h11.Request:
+    """Returns the head with only path and query of a target such as http://host/path."""
+    if head.target[:1] == b"/" or not (absolute := _ABSOLUTE.fullmatch(head.target)):
+        return head
+    path, query = absolute.groups()
+    root = b"*" if head.method == b"OPTIONS" and not query else b"/"
+    target = (path or root) + query
+    return h11.Request(
+        method=head.method,
+        headers=head.headers,
+        target=target,
+        http_version=head.http_version,
+        _parsed=True,
+    )
 
 
 class HttpServer(uvicorn.Server):
