@@ -18,6 +18,7 @@ from baton.cluster import ray_session
 from baton.cluster.fleet import DRAINED, DRAINING, Fleet, Member, MemberTable, RoleSwitches
 from baton.core import model_store
 from baton.core.config import Config, served_configs
+from baton.core.config_values import MAX_WORKERS
 from baton.core.errors import InvalidRequest, RoleRefused, Unavailable
 from baton.core.types import Role
 from baton.planner.sizing import NONE, Pools, other
@@ -30,9 +31,6 @@ LEARNING_SECONDS = 5.0
 
 SWITCH_SECONDS = 30.0
 """Added to `drain_seconds`: a worker that has not switched by then keeps its role."""
-
-MAX_WORKERS = 1024
-"""Upper limit of a pool: more is a typing error."""
 
 
 class FleetManager:

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import socket
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,9 @@ _FREE_PORTS = range(24_000, 32_768)
 # Abstract Unix sockets that reserve ports; the kernel closes them with the process.
 _reservations: list[socket.socket] = []
 
+# A worker's own memory, without its model, is about 180 MiB.
+_LEAST_WORKER_BYTES = 64 * 2**20
+
 # Tolerance for sums of GPU shares.
 _ROUNDING = 1e-6
 
@@ -70,9 +74,11 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     node_identity(config)
     if config.router.keys:
         read_keys(Path(config.router.keys))
+    given = configs.served_configs(config)
+    if workers_here:
+        _check_room(sum(each.prefill.workers + each.decode.workers for each in given))
     if not config.models:
         return _prepare_model(config, workers_here)
-    given = configs.served_configs(config)
     ready = [_prepare_model(each, workers_here) for each in given]
     _check_names(ready)
     resolved = {
@@ -81,6 +87,19 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     }
     embedding = ready[0].embedding_model
     return dataclasses.replace(config, models=resolved, embedding_model=embedding)
+
+
+def _check_room(workers: int) -> None:
+    """Raises InvalidConfig for more workers than this machine can ever hold, on a Ray that is
+    started here. One that is joined may get further nodes."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if workers * _LEAST_WORKER_BYTES > memory:
+        raise InvalidConfig(
+            f"{workers} workers do not fit into this machine's {memory >> 30} GiB of memory: use"
+            " fewer (prefill.workers, decode.workers), or join a Ray of several machines"
+            " (--ray-address)",
+            field="prefill.workers",
+        )
 
 
 def _resolved(before: Config, after: Config) -> dict[str, object]:
@@ -103,6 +122,8 @@ def _prepare_model(config: Config, workers_here: bool) -> Config:
         config, **resolve_locations(config), embedding_model=_check_embedding_model(config)
     )
     weights = workers_here and config.weights == "files"
+    if workers_here and config.prefix_cache:
+        _check_folder(config.cache.files, "cache.files")
     folder = model_store.locate(config.model, weights=weights)
     architecture = read_model(folder, config.engine, config.max_context)
     served_context(architecture, config.max_context)
@@ -118,6 +139,23 @@ def _prepare_model(config: Config, workers_here: bool) -> Config:
     check_ranks(prefill.tensor_parallel, architecture, prefill.gpu_share)
     check_ranks(decode.tensor_parallel, architecture)
     return config
+
+
+def _check_folder(folder: str, field: str) -> None:
+    """Makes a folder that files are to be written to. Raises InvalidConfig if it is unusable."""
+    if not folder:
+        return
+    try:
+        path = Path(folder).expanduser()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except FileExistsError:
+        raise InvalidConfig(f"{field}: {folder} is not a folder", field=field) from None
+    except (OSError, RuntimeError, ValueError) as error:  # no such home; a character NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidConfig(
+            f"{field}: cannot write files in {folder!r}: {reason}", field=field
+        ) from None
 
 
 def _check_embedding_model(config: Config) -> str:

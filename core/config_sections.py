@@ -17,6 +17,7 @@ from baton.core.config_values import (
     PositiveInt,
     Share,
     Size,
+    WorkerCount,
     key,
 )
 from baton.core.types import ToolFormatName
@@ -138,7 +139,7 @@ class RouterConfig:
 class PoolConfig:
     """The keys of both pools."""
 
-    workers: PositiveInt = key(1, "Workers.")
+    workers: WorkerCount = key(1, "Workers.")
     host: str = key("127.0.0.1", "Where workers listen.")
     port: Port = key(0, "0 chooses a free port; processes started one by one need a fixed one.")
     kv_memory: Bytes = key(
@@ -165,7 +166,7 @@ class PoolConfig:
 class PrefillConfig(PoolConfig):
     """The prefill pool."""
 
-    workers: PositiveInt = key(1, "Prefill workers.", "--prefill")
+    workers: WorkerCount = key(1, "Prefill workers.", "--prefill")
     chunk_tokens: NonNegativeInt = key(
         0,
         "Prompt tokens in one step; 0 chooses by device: 512, or 8,192 on a GPU.",
@@ -188,7 +189,7 @@ class PrefillConfig(PoolConfig):
 class DecodeConfig(PoolConfig):
     """The decode pool."""
 
-    workers: PositiveInt = key(1, "Decode workers.", "--decode")
+    workers: WorkerCount = key(1, "Decode workers.", "--decode")
     max_batch: NonNegativeInt = key(
         0, "Requests in one step; 0 chooses by device: 64, or 256 on a GPU.", "--max-batch"
     )

@@ -43,6 +43,9 @@ class Size(int):
 _POSITIVE: Check = (lambda value: value > 0, "must be above 0")
 _NOT_NEGATIVE: Check = (lambda value: value >= 0, "must be 0 or more")
 
+MAX_WORKERS = 1024
+"""Upper limit of a pool: more is a typing error."""
+
 PositiveInt = Annotated[int, _POSITIVE]
 PositiveFloat = Annotated[float, _POSITIVE]
 NonNegativeInt = Annotated[int, _NOT_NEGATIVE]
@@ -51,6 +54,9 @@ Bytes = Annotated[Size, _NOT_NEGATIVE]
 Share = Annotated[float, (lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
 ShareOrNone = Annotated[float, (lambda value: 0 <= value <= 1, "must be from 0 to 1")]
 Port = Annotated[int, (lambda value: 0 <= value <= 65535, "must be a port, 0 to 65535")]
+WorkerCount = Annotated[
+    int, (lambda value: 1 <= value <= MAX_WORKERS, f"must be from 1 to {MAX_WORKERS}")
+]
 Niceness = Annotated[int, (lambda value: 0 <= value <= 19, "must be from 0 to 19")]
 Origins = Annotated[
     tuple[str, ...],

@@ -285,6 +285,10 @@ CASES = {
     "an HTTP port that is taken": (["--http-port", "{taken}"], "Address already in use"),
     "a metrics port that is taken": (["--metrics-port", "{taken}"], "Address already in use"),
     "no file of keys": (["--keys", "/nowhere.yaml"], "cannot read the keys in /nowhere.yaml"),
+    "a file for pages": (["--config", "{pages}"], "wrong.yaml is not a folder"),
+    "a file above pages": (["--config", "{below}"], "wrong.yaml/pages': Not a directory"),
+    "a large pool": (["--prefill", "100000"], "prefill.workers must be from 1 to 1024, not 100000"),
+    "workers beyond memory": (["--config", "{crowd}"], "262144 workers do not fit into this"),
     "a host that is not here": (["--host", "192.0.2.77"], "192.0.2.77"),
 }
 
@@ -302,7 +306,17 @@ def wrong_flags(case: str, folder: Path, taken: socket.socket) -> list[str]:
     beams = folder / "beams"
     save(TINY_MODELS["llama"], beams)
     (beams / "generation_config.json").write_text('{"num_beams": 4}')
+    crowd = {f"m{index}": {"model": str(beams)} for index in range(128)}
+    written = {
+        "pages": {"cache": {"files": str(config)}},
+        "below": {"cache": {"files": f"{config}/pages"}},
+        "crowd": {"models": crowd, "prefill": {"workers": 1024}, "decode": {"workers": 1024}},
+    }
+    for name, tree in written.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    files = {name: folder / f"{name}.yaml" for name in written}
     values = {"config": config, "mamba": mamba, "beams": beams, "taken": taken.getsockname()[1]}
+    values.update(files)
     return [flag.format(**values) for flag in CASES[case][0]]
 
 
