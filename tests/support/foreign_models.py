@@ -44,6 +44,7 @@ FOREIGN_MODELS: dict[str, TinyModel] = {
         "glm4_moe", _SHAPE | _EXPERTS | {"head_dim": 16, "n_routed_experts": 4, "n_group": 1}
     ),
     "minimax_m2": TinyModel("minimax_m2", _SHAPE | _EXPERTS | {"head_dim": 16}),
+    "lfm2-full": TinyModel("lfm2", {"layer_types": ["full_attention"] * 3}),
     "minicpm3-short-values": TinyModel("minicpm3", _SHAPE | _MLA),
 }
 REFUSED_MODELS: dict[str, tuple[TinyModel, str]] = {
