@@ -26,6 +26,7 @@ from baton.core.errors import InvalidConfig, Unavailable
 from baton.core.generation_defaults import read_defaults
 from baton.core.tls import check_router, node_identity
 from baton.core.types import Role
+from baton.engine.architecture import Architecture
 from baton.engine.draft_model import find_draft
 from baton.engine.model_choice import (
     AnyArchitecture,
@@ -39,6 +40,7 @@ from baton.engine.model_choice import (
     stored_shape,
     uses_fallback,
 )
+from baton.engine.stored_shapes import check_stored
 from baton.worker.rank_process import check_ranks
 
 # Bytes of one K or V value. "auto" is resolved by the worker, which sees the device.
@@ -127,6 +129,8 @@ def _prepare_model(config: Config, workers_here: bool) -> Config:
     folder = model_store.locate(config.model, weights=weights)
     architecture = read_model(folder, config.engine, config.max_context)
     served_context(architecture, config.max_context)
+    if weights and isinstance(architecture, Architecture):
+        check_stored(folder, architecture)
     check_quantization(config.quantization, architecture, config.device, config.dtype)
     check_kv_dtype(config.kv_dtype, architecture, config.device)
     find_draft(config, folder, weights=weights)

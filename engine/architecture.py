@@ -310,6 +310,8 @@ def _check_shape(architecture: Architecture) -> None:
     heads, kv_heads = architecture.heads, architecture.kv_heads
     if not (heads and kv_heads and architecture.layers and architecture.head_dim):
         raise InvalidConfig("a model needs layers, heads, key heads and a head size")
+    if not architecture.context_length:
+        raise InvalidConfig("a model needs a context", field="max_position_embeddings")
     if heads % kv_heads:
         raise InvalidConfig(f"{heads} heads cannot share {kv_heads} key heads evenly")
     if architecture.ropes[0].dim % 2 or architecture.head_dim % 2:

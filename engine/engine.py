@@ -51,6 +51,7 @@ from baton.engine.random_tensors import RandomTensors
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Outcome, Plan
+from baton.engine.stored_shapes import check_stored
 from baton.engine.tensor_parallel import Group
 from baton.engine.weight_codes import PACKED
 from baton.engine.weights import load_model
@@ -280,6 +281,7 @@ class Engine:
 def _open_weights(
     folder: Path, architecture: Architecture, device: str, progress: Callable[[float], None]
 ) -> Checkpoint:
+    check_stored(folder, architecture)
     upload = None if device == "cpu" else Upload(torch.device(device))
     return Checkpoint(folder, progress, upload, architecture.quantization)
 
@@ -385,9 +387,8 @@ def stored_dtype(kv_dtype: KvDtype, model: torch.dtype) -> torch.dtype:
 
 def _check_holds_a_page(kv_memory: int, page_bytes: int) -> None:
     if kv_memory < page_bytes:
-        raise InvalidConfig(
-            f"{kv_memory} bytes hold no page: one takes {page_bytes}", field="kv_memory"
-        )
+        message = f"{kv_memory} bytes hold no page: one takes {page_bytes}"
+        raise InvalidConfig(message, field="kv_memory")
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:

@@ -20,6 +20,10 @@ OPTIONAL = (
 )
 """Keys that only families that assume a value for them obey."""
 
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MAX_LAYERS = 10_000
+"""Everything that is kept for each layer would take long, and much memory, for more."""
+
 NULL_MEANS_NONE = (
     "num_key_value_heads",
     "q_lora_rank",
@@ -76,7 +80,12 @@ def read_stated(path: Path) -> ModelConfig:
     """Reads a config.json, without a family's values."""
     if not path.is_file():
         raise ModelNotFound(f"no model in {path.parent}: it has no config.json")
-    return ModelConfig(read_json(path))
+    config = ModelConfig(read_json(path))
+    for key in LAYER_COUNTS:
+        layers = config.values.get(key)
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            raise InvalidConfig(f"config.json: {key!r} must be at most {MAX_LAYERS}", field=key)
+    return config
 
 
 def read_config(path: Path) -> tuple[str, Family, ModelConfig]:

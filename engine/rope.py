@@ -44,6 +44,8 @@ def read_rope(
         raise UnsupportedModel("RoPE parameters that differ between layers are not supported")
     kind = _kind(scaling, family)
     theta = scaling.get("rope_theta", float, config.get("rope_theta", float))
+    if theta <= 0.0:
+        raise InvalidConfig(f"rope_theta must be above 0, not {theta:g}", field="rope_theta")
     plain = Rope(kind, theta, _rotated(config, scaling, family, head_dim))
     stated = config.get("max_position_embeddings", int)
     original = scaling.get("original_max_position_embeddings", int, stated)

@@ -167,17 +167,22 @@ def load_fallback(
     checkpoint_files(folder)
     transformers_logging.disable_progress_bar()
     config, model_class = read_class(folder)
-    model, loading = model_class.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        attn_implementation=NAME,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # they are reported below
-        trust_remote_code=False,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    try:
+        model, loading = model_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are reported below
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except RuntimeError as error:  # such as for sizes that no memory holds
+        raise InvalidCheckpoint(
+            f"transformers cannot load {architecture.class_name}: {first_line(error)}"
+        ) from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if named := sorted(map(str, loading[problem])):
             raise InvalidCheckpoint(
