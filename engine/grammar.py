@@ -80,17 +80,37 @@ class Grammars:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         try:
-            from llguidance import LLTokenizer
+            from llguidance import LLTokenizer, TokenizerWrapper
         except ModuleNotFoundError:
             raise NotServed("grammars need llguidance, which is not installed") from None
+        text, ends = model_store.tokenizer_text(self._folder), _end_tokens(self._folder)
+        end = ends[0] if ends else None
         try:
-            return LLTokenizer(
-                model_store.tokenizer_text(self._folder),
-                n_vocab=self._vocabulary_size,
-                eos_token=_end_token(self._folder),
-            )
+            made = LLTokenizer(text, n_vocab=self._vocabulary_size, eos_token=end)
+            tags = _tags(text) - {*ends, *made.eos_tokens}
+            if not tags:
+                return made
+            wrapped = TokenizerWrapper(_WithTags(made, tags))
+            return LLTokenizer(wrapped, n_vocab=self._vocabulary_size, eos_token=end)
         except ValueError as error:
             raise NotServed(f"this model's tokenizer does not support grammars: {error}") from error
+
+
+class _WithTags:
+    """A tokenizer whose tags are text: what llguidance's TokenizerWrapper asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: LLTokenizer, tags: frozenset[int]) -> None:
+        ids = range(tokenizer.vocab_size)
+        special = [token for token in ids if tokenizer.is_special_token(token)]
+        self.eos_token_id = tokenizer.eos_token
+        self.tokens = [tokenizer.decode_bytes([token]) for token in ids]
+        self.special_token_ids = [token for token in special if token not in tags]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.tokenize_bytes(text)
 
 
 class TokenGuide:
@@ -188,12 +208,23 @@ def _fault(error: str) -> BatonError:
     return Internal(f"the answer left its grammar: {first}")
 
 
-def _end_token(folder: Path) -> int | None:
-    """Returns the first of the model's end tokens, which is never text."""
+def _tags(tokenizer: str) -> frozenset[int]:
+    """The added tokens such as <tool_call> that the model does not call special. llguidance takes
+    none of them for text, so no grammar could ask for theirs."""
+    added = json.loads(tokenizer).get("added_tokens") or []
+    return frozenset(
+        token["id"]
+        for token in added
+        if not token["special"] and token["content"][:1] == "<" and token["content"][-1:] == ">"
+    )
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """Returns the model's end tokens, which are never text."""
+    found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             written = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            first = written[0] if isinstance(written, list) and written else written
-            if isinstance(first, int):
-                return first
-    return None
+            listed = written if isinstance(written, list) else [written]
+            found += [each for each in listed if isinstance(each, int)]
+    return found
