@@ -33,7 +33,14 @@ from baton.cluster import ray_session
 from baton.cluster.actors import CONCURRENCY, RouterActor, WorkerActors
 from baton.cluster.controller import Controller
 from baton.cluster.fleet import CONTROLLER, ROUTER, Fleet, Member, router_name
-from baton.cluster.preflight import check_ports, free_port, gpus_per_rank, offset_ports, take_port
+from baton.cluster.preflight import (
+    check_ports,
+    free_port,
+    gpus_per_rank,
+    offset_ports,
+    take_port,
+    with_absolute_paths,
+)
 from baton.cluster.ray_session import PREFIX, StartRecord, find_actor
 from baton.cluster.stopping import stop_cluster
 from baton.core import config as configs
@@ -65,7 +72,7 @@ class Cluster:
         """A `detached` cluster, on a joined Ray, outlives this process; a running one of the same
         `name` is taken over. Without a name, a random one is chosen."""
         self.name = f"{PREFIX}{name or secrets.token_hex(4)}"
-        self._config = _with_absolute_paths(config)
+        self._config = with_absolute_paths(config)
         self._ray_address = ray_address
         self._detached = detached
         self._controller: Any = None
@@ -267,20 +274,6 @@ def _with_ports(router: RouterConfig) -> RouterConfig:
         port=router.port or free_port(router.host),
         http_port=router.http_port or free_port(router.host),
         metrics_port=router.metrics_port or free_port(router.host),
-    )
-
-
-def _with_absolute_paths(config: Config) -> Config:
-    """Makes paths absolute: other processes may run in other folders."""
-
-    def absolute(path: str) -> str:
-        return path and str(Path(path).resolve())
-
-    return dataclasses.replace(
-        config,
-        router=dataclasses.replace(config.router, keys=absolute(config.router.keys)),
-        tls=dataclasses.replace(config.tls, folder=absolute(config.tls.folder)),
-        batches=dataclasses.replace(config.batches, folder=absolute(config.batches.folder)),
     )
 
 

@@ -72,8 +72,10 @@ _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 def prepare(config: Config, *, workers_here: bool = True) -> Config:
     """Returns `config` with its models resolved, so that all processes load the same. Raises if a
     cluster could not serve them. With `workers_here`, also downloads the weights."""
+    config = with_absolute_paths(config)
     check_router(config)
     node_identity(config)
+    _check_folder(config.batches.folder, "batches.folder")
     if config.router.keys:
         read_keys(Path(config.router.keys))
     given = configs.served_configs(config)
@@ -89,6 +91,20 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     }
     embedding = ready[0].embedding_model
     return dataclasses.replace(config, models=resolved, embedding_model=embedding)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Makes paths absolute: other processes may run in other folders."""
+
+    def absolute(path: str) -> str:
+        return path and str(Path(os.path.expanduser(path)).resolve())
+
+    return dataclasses.replace(
+        config,
+        router=dataclasses.replace(config.router, keys=absolute(config.router.keys)),
+        tls=dataclasses.replace(config.tls, folder=absolute(config.tls.folder)),
+        batches=dataclasses.replace(config.batches, folder=absolute(config.batches.folder)),
+    )
 
 
 def _check_room(workers: int) -> None:

@@ -285,6 +285,11 @@ CASES = {
     "an HTTP port that is taken": (["--http-port", "{taken}"], "Address already in use"),
     "a metrics port that is taken": (["--metrics-port", "{taken}"], "Address already in use"),
     "no file of keys": (["--keys", "/nowhere.yaml"], "cannot read the keys in /nowhere.yaml"),
+    "no file of keys at home": (
+        ["--keys", "~/nowhere.yaml"],
+        f"cannot read the keys in {Path.home().resolve()}/nowhere.yaml",
+    ),
+    "a file for batches": (["--batches", "{config}"], "batches.folder: "),
     "a file for pages": (["--config", "{pages}"], "wrong.yaml is not a folder"),
     "a file above pages": (["--config", "{below}"], "wrong.yaml/pages': Not a directory"),
     "a large pool": (["--prefill", "100000"], "prefill.workers must be from 1 to 1024, not 100000"),
