@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, zip_longest
 from typing import Annotated
@@ -215,7 +216,10 @@ def stop(
         if not (yes or cluster) and sys.stdin.isatty():
             typer.confirm(f"Stop {found} on the Ray at {address}?", abort=True, err=True)
         signal.signal(signal.SIGINT, lambda *_: stop_now.set())
-        threads.submit(stop_detached, address, found, wait, stop_now).result()
+        running = threads.submit(stop_detached, address, found, wait, stop_now)
+        while not running.done():  # a signal that another thread gets does not wake this one
+            futures.wait([running], timeout=1.0)
+        running.result()
     print_result({"cluster": found, "stopped": True}, f"{found} is stopped", as_json)
 
 

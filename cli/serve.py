@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import queue
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,20 +143,37 @@ class _Session:
     times: StartTimes = field(default_factory=lambda: StartTimes(process_began()))
 
     def serve(self) -> None:
+        # Handlers only put into it: a lock or a print could be interrupted by the next signal.
+        signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
+            signal.signal(number, lambda *_: signals.put(True))
         # Not on this thread: Ray would take its signals.
-        with ThreadPoolExecutor(max_workers=1) as threads:
-            threads.submit(self._run).result()
+        threads = ThreadPoolExecutor(max_workers=1)
+        running = threads.submit(self._run)
+        threads.shutdown(wait=False)
+        running.add_done_callback(lambda _: signals.put(False))
+        self._supervise(running, signals)
+        running.result()
 
-    def _stop(self, *_: object) -> None:
+    def _supervise(self, running: Future[None], signals: queue.SimpleQueue[bool]) -> None:
+        while not running.done():
+            # Bounded: a signal that another thread receives does not wake this one.
+            with contextlib.suppress(queue.Empty):
+                if signals.get(timeout=_WATCH_SECONDS):
+                    self._stop()
+
+    def _stop(self) -> None:
+        """Handles a signal."""
+        said = ""
         if self.watch:
-            typer.echo("the cluster keeps running without this command")
+            said = "the cluster keeps running without this command"
         elif not self.stopped.is_set():
-            typer.echo("stopping …  (running requests may end; Ctrl-C again ends them at once)")
+            said = "stopping …  (running requests may end; Ctrl-C again ends them at once)"
         else:
             self.stop_now.set()
         self.stopped.set()
+        with contextlib.suppress(OSError):  # nobody reads it
+            typer.echo(said)
 
     def _run(self) -> None:
         self.times.mark("command")

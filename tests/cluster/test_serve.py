@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -225,6 +226,17 @@ def test_a_signal_to_the_whole_group_leaves_nothing_behind(tmp_path: Path) -> No
     with Serve(tmp_path) as starting:
         starting.wait_for("importing torch")
         os.killpg(starting.pid, signal.SIGTERM)
+        assert (starting.wait(), starting.stderr) == (0, "")
+        starting.wait_gone()
+
+
+def test_a_signal_that_another_thread_receives_ends_the_start(tmp_path: Path) -> None:
+    """The kernel may give a process's signal to any of its threads, and wakes only that one."""
+    with Serve(tmp_path) as starting:
+        starting.wait_for("importing torch")
+        other = max(int(tid) for tid in os.listdir(f"/proc/{starting.pid}/task"))
+        assert other != starting.pid
+        assert ctypes.CDLL(None).tgkill(starting.pid, other, signal.SIGTERM) == 0
         assert (starting.wait(), starting.stderr) == (0, "")
         starting.wait_gone()
 
