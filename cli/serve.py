@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
+import math
+import os
 import queue
 import signal
 import threading
@@ -11,7 +14,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from typer import Option
@@ -31,6 +34,12 @@ if TYPE_CHECKING:
 
 # Between two checks of a serving cluster, to report restarts.
 _WATCH_SECONDS = 1.0
+
+# The longest that a stop takes whose requests end at once, unless it hangs.
+_NOW_SECONDS = 30.0
+
+# From the end of Ray's own processes to the end of this one. An orderly stop ends them last.
+_AFTER_RAY_SECONDS = 10.0
 
 
 _PATHS: dict[str, list[str]] = {}
@@ -129,15 +138,25 @@ class _Stopped(Exception):
 
 @dataclass(slots=True)
 class _Session:
-    """Starts a cluster, reports its progress, and stops or leaves it."""
+    """Starts a cluster, reports its progress, and stops or leaves it.
+
+    The main thread handles signals and limits the time of the stop; another one does the rest.
+
+        1st signal  requests may end within drain_seconds
+        2nd signal  requests end at once
+        3rd signal, or a stop that takes too long, or Ray has ended
+                    all processes are killed
+    """
 
     config: Config
     ray_address: str
     detach: bool
     name: str
     watch: bool
+    cluster: Cluster | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     stop_now: threading.Event = field(default_factory=threading.Event)
+    ends_by: float = math.inf  # in time.monotonic's seconds; then everything is killed
     printed: dict[str, str] = field(default_factory=dict)  # progress of each process
     began: float = field(default_factory=time.monotonic)
     times: StartTimes = field(default_factory=lambda: StartTimes(process_began()))
@@ -161,19 +180,47 @@ class _Session:
             with contextlib.suppress(queue.Empty):
                 if signals.get(timeout=_WATCH_SECONDS):
                     self._stop()
+            if self.cluster and self.cluster.has_lost_ray:
+                self._end_within(_AFTER_RAY_SECONDS)
+            if time.monotonic() >= self.ends_by and not running.done():
+                self._kill()
 
     def _stop(self) -> None:
         """Handles a signal."""
-        said = ""
         if self.watch:
-            said = "the cluster keeps running without this command"
+            said, seconds = "the cluster keeps running without this command", _NOW_SECONDS
         elif not self.stopped.is_set():
-            said = "stopping …  (running requests may end; Ctrl-C again ends them at once)"
-        else:
+            drain = f"{self.config.drain_seconds:g} s"
+            said = f"stopping …  (requests may run for {drain}; Ctrl-C again ends them at once)"
+            seconds = self.cluster.stop_seconds if self.cluster else _NOW_SECONDS
+        elif not self.stop_now.is_set():
             self.stop_now.set()
+            said = "ending all requests …  (Ctrl-C again kills all processes)"
+            seconds = _NOW_SECONDS
+        else:
+            said, seconds = "killing all processes …", 0.0
         self.stopped.set()
+        self._end_within(seconds)
         with contextlib.suppress(OSError):  # nobody reads it
             typer.echo(said)
+
+    def _end_within(self, seconds: float) -> None:
+        self.ends_by = min(self.ends_by, time.monotonic() + seconds)
+
+    def _kill(self) -> NoReturn:
+        """Ends this process and, if it has started Ray, all of Ray's."""
+        cluster = self.cluster
+        if cluster is None:  # it is importing Ray, and has no other process
+            os._exit(1)
+        lost_ray = cluster.has_lost_ray
+        if not lost_ray:
+            faulthandler.dump_traceback()
+        cluster.kill()
+        reason = "Ray has ended" if lost_ray else "the cluster did not stop in time"
+        left = f"processes may run on at {self.ray_address}" if self.ray_address else "all killed"
+        with contextlib.suppress(OSError):
+            typer.echo(f"baton: {reason}; {left}{cluster.logs}", err=True)
+        os._exit(0 if lost_ray and self.stopped.is_set() else 1)
 
     def _run(self) -> None:
         self.times.mark("command")
@@ -181,6 +228,7 @@ class _Session:
         from baton.cluster.launch import Cluster
 
         cluster = Cluster(self.config, self.ray_address, detached=self.detach, name=self.name)
+        self.cluster = cluster
         try:
             members = cluster.start(self._print_progress)
             self.times.mark("workers and router")
@@ -192,6 +240,7 @@ class _Session:
         except _Stopped:
             pass
         finally:
+            self._end_within(cluster.stop_seconds)
             cluster.stop(self.stop_now)
 
     def _introduce(self, cluster: Cluster, members: list[Member]) -> None:

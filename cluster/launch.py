@@ -4,6 +4,7 @@ start()  joins or starts Ray, makes the actors or takes over a running cluster o
          returns when requests can be served
 stop()   finishes requests, ends every actor in order and, if it was started here, Ray; once
          `stop_now` is set, requests are not waited for
+kill()   ends what is left on a Ray started here, if Ray ended first or `stop` takes too long
 leave()  leaves a detached cluster running; cluster/stopping.py ends it
 
 Each cluster has its own Ray namespace: any number of them can share one Ray, if their routers
@@ -29,7 +30,7 @@ from typing import Any
 
 import ray
 
-from baton.cluster import ray_session
+from baton.cluster import own_ray, ray_session
 from baton.cluster.actors import CONCURRENCY, RouterActor, WorkerActors
 from baton.cluster.controller import Controller
 from baton.cluster.fleet import CONTROLLER, ROUTER, Fleet, Member, router_name
@@ -42,7 +43,7 @@ from baton.cluster.preflight import (
     with_absolute_paths,
 )
 from baton.cluster.ray_session import PREFIX, StartRecord, find_actor
-from baton.cluster.stopping import stop_cluster
+from baton.cluster.stopping import ANSWER_SECONDS, stop_cluster
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config, RouterConfig, served_configs
@@ -53,6 +54,7 @@ from baton.worker import resources
 POLL_SECONDS = 0.1
 MEMBERS_SECONDS = 5.0
 STOP_SECONDS = 15.0
+RAY_STOP_SECONDS = 20.0
 HEAD = "node:__internal_head__"
 """A resource that only Ray's head has."""
 
@@ -157,8 +159,30 @@ class Cluster:
             if ray.is_initialized() and self.taken_over:
                 self.leave()
             elif ray.is_initialized():
-                seconds = self._config.drain_seconds + STOP_SECONDS
-                stop_cluster(seconds, stop_now or threading.Event())
+                self._stop(stop_now or threading.Event())
+
+    def _stop(self, stop_now: threading.Event) -> None:
+        try:
+            stop_cluster(self._config.drain_seconds + STOP_SECONDS, stop_now)
+        except Unavailable:
+            if self._ray_address:
+                raise
+            # A Ray that was started here has ended, and what it left is killed.
+
+    @property
+    def stop_seconds(self) -> float:
+        """The longest that `stop` takes, unless it hangs."""
+        pool_seconds = self._config.drain_seconds + STOP_SECONDS + ANSWER_SECONDS
+        return 2 * pool_seconds + RAY_STOP_SECONDS  # routers, then workers, then Ray
+
+    @property
+    def has_lost_ray(self) -> bool:
+        """True if the Ray that was started here has ended; also after `stop`."""
+        return own_ray.has_ended()
+
+    def kill(self) -> None:
+        """Kills every process of a Ray that was started here. On a joined Ray, they stay."""
+        self._services.close()
 
     def leave(self) -> None:
         """Leaves a detached cluster running; `stop` then does nothing."""
@@ -169,6 +193,7 @@ class Cluster:
             self.log_folder = ray_session.join(self._ray_address, self.name)
         else:
             os.environ.update(self._share_gpus())
+            self._services.callback(own_ray.kill_all)
             workers = sum(_pools(each).total for each in served_configs(self._config))
             self.log_folder = ray_session.start(self.name, processes=workers + 2)
 
@@ -237,18 +262,19 @@ class Cluster:
             members = self._ask_members()
         except ray.exceptions.ActorDiedError as error:
             reason = str(error).strip().splitlines()[-1]
-            raise Unavailable(f"the controller cannot start: {reason}{self._logs}") from error
+            raise Unavailable(f"the controller cannot start: {reason}{self.logs}") from error
         for member in members:
             if member.error:
                 raise InvalidConfig(f"{member.worker_id} cannot start: {member.error}")
         if ended:
             names = " and ".join(ended)
-            raise Unavailable(f"{names} {_KILLED}{self._logs}")
+            raise Unavailable(f"{names} {_KILLED}{self.logs}")
         return members
 
     @property
-    def _logs(self) -> str:
-        return f"; logs are in {self.log_folder}"
+    def logs(self) -> str:
+        """For the end of a message."""
+        return f"; logs are in {self.log_folder}" if self.log_folder else ""
 
 
 def _pools(config: Config) -> Pools:

@@ -1,4 +1,5 @@
-"""Starts Ray without the processes and ports that a cluster on one machine does not use.
+"""Starts Ray without the processes and ports that a cluster on one machine does not use, and ends
+what is left of it when its own end fails.
 
 ray.init has no options for this, so parts of Ray are patched while it starts.
 """
@@ -7,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,10 @@ _AGENT_PORTS = (
     "RUNTIME_ENV_AGENT_PORT_NAME",
 )
 _NO_PORT = -1
+_MARK = f"BATON_RAY_OF={os.getpid()}-{time.monotonic_ns()}"
+"""In the environment of each process that Ray starts, and of their children."""
+_GONE_SECONDS = 5.0
+"""For the kernel to end killed processes."""
 _raylet: Any = ray._raylet
 
 
@@ -49,10 +56,11 @@ def _skip_api_server(*_: Any, **__: Any) -> None:
 
 
 _start_process = services.start_ray_process
+_started: list[Any] = []  # Ray's ProcessInfo of its head and its node
 
 
 def _start_without_agents(command: list[str], *arguments: Any, **options: Any) -> Any:
-    """Replaces a node's agents by idle ones.
+    """Replaces a node's agents by idle ones, and remembers the process.
 
     A node needs an agent for the dashboard and one for runtime environments, and waits for their
     ports. The real ones take about 2 s of CPU time to start.
@@ -66,7 +74,9 @@ def _start_without_agents(command: list[str], *arguments: Any, **options: Any) -
         idle = subprocess.list2cmdline(_IDLE_AGENT)
         kept = [each for each in command if each.partition("=")[0] not in agents]
         command = [*kept, *(f"{name}={idle}" for name in agents)]
-    return _start_process(command, *arguments, **options)
+    started = _start_process(command, *arguments, **options)
+    _started.append(started)
+    return started
 
 
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
@@ -86,7 +96,9 @@ def few_processes() -> Iterator[None]:
     variable = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before = os.environ.get(variable)
     originals = [getattr(owner, name) for owner, name, _ in _PATCHES]
-    os.environ[variable] = "0"
+    mark, _, value = _MARK.partition("=")
+    os.environ[variable], os.environ[mark] = "0", value
+    _started.clear()
     for owner, name, patch in _PATCHES:
         setattr(owner, name, patch)
     try:
@@ -94,6 +106,35 @@ def few_processes() -> Iterator[None]:
     finally:
         for (owner, name, _), original in zip(_PATCHES, originals, strict=True):
             setattr(owner, name, original)
-        os.environ.pop(variable)
+        del os.environ[variable], os.environ[mark]
         if before is not None:
             os.environ[variable] = before
+
+
+def has_ended() -> bool:
+    """True if Ray's head or node was started here and has ended."""
+    return any(each.process.poll() is not None for each in _started)
+
+
+def kill_all() -> None:
+    """Kills every process of the Ray started here. An orderly end of Ray leaves none."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    # Again and again: a process may have started another one before it ended.
+    while (left := _marked()) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _marked() -> list[int]:
+    pids = (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [int(pid) for pid in pids if _MARK.encode() in _environment(pid)]
+
+
+def _environment(pid: str) -> list[bytes]:
+    """Returns nothing of a process that has ended or belongs to another user."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -239,6 +240,42 @@ def test_a_signal_that_another_thread_receives_ends_the_start(tmp_path: Path) ->
         assert ctypes.CDLL(None).tgkill(starting.pid, other, signal.SIGTERM) == 0
         assert (starting.wait(), starting.stderr) == (0, "")
         starting.wait_gone()
+
+
+def test_a_third_signal_ends_a_stop_that_hangs(tmp_path: Path) -> None:
+    """Every step of the stop waits for Ray's head, here for ever."""
+    with Serve(tmp_path) as starting:
+        starting.wait_for("importing torch")
+        os.kill(starting.ray_head(), signal.SIGSTOP)
+        for said in ("stopping …", "ending all requests …"):
+            starting.send(signal.SIGINT)
+            starting.wait_for(said)
+        starting.send(signal.SIGINT)
+        assert starting.wait() == 1
+        assert "launch.py" in starting.stderr  # where it hung
+        assert "baton: the cluster did not stop in time; all killed; logs are" in starting.stderr
+        starting.wait_gone()
+
+
+@pytest.mark.fleet
+def test_a_ray_whose_head_is_killed_ends_the_command(tmp_path: Path) -> None:
+    with Serve(tmp_path) as cluster:
+        os.kill(cluster.ready().ray_head(), signal.SIGKILL)
+        assert cluster.wait() == 1
+        (line,) = cluster.stderr.splitlines()
+        assert line.startswith("baton: Ray has ended; all killed; logs are in ")
+        cluster.wait_gone()
+
+
+@pytest.mark.fleet
+def test_a_signal_to_every_process_leaves_nothing_behind(tmp_path: Path) -> None:
+    """systemd sends SIGTERM to every process of a service."""
+    with Serve(tmp_path) as cluster:
+        for pid in cluster.ready().processes():
+            with contextlib.suppress(ProcessLookupError):  # it has ended with another one
+                os.kill(pid, signal.SIGTERM)
+        assert cluster.wait() == 0
+        cluster.wait_gone()
 
 
 BROKEN = """

@@ -162,6 +162,11 @@ class Serve(Command):
         (pid,) = [pid for pid, line in self.processes().items() if line == f"ray::{title}"]
         return pid
 
+    def ray_head(self) -> int:
+        """The process of Ray's GCS."""
+        (pid,) = [pid for pid, line in self.processes().items() if "/gcs_server " in line]
+        return pid
+
     def worker(self, name: str) -> int:
         """The process of a worker, found by its port."""
         with self.client() as client:
