@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from typing import Any
 # New objects before a collection, and young collections before an older generation's. Most of
 # a request's garbage has no cycles and is freed without a collection.
 GARBAGE_THRESHOLDS = (20_000, 20, 20)
+
+END_SECONDS = 30.0
+"""After draining: longer than all waits of an orderly end."""
 
 
 class StartTimes:
@@ -75,6 +79,25 @@ def stop_on_signals() -> StopSignal:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.request)
     return stopping
+
+
+async def start_unless_stopped(start: Coroutine[Any, Any, None], stopping: StopSignal) -> None:
+    """Runs a server's start. Ends the process if it is to stop meanwhile: it has no requests yet,
+    and the start may take minutes, or hang."""
+    starting = asyncio.ensure_future(start)
+    asked = asyncio.ensure_future(stopping.requested.wait())
+    await asyncio.wait((starting, asked), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if not starting.done():
+        await cancel_all(starting)
+        os._exit(0)  # an orderly end would wait for the start's threads
+    starting.result()
+
+
+def limit_end(drain_seconds: float) -> None:
+    """Ends this process END_SECONDS after `drain_seconds`: with the stacks of its threads on
+    stderr, should one hang in a library."""
+    faulthandler.dump_traceback_later(drain_seconds + END_SECONDS, exit=True)
 
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from pathlib import Path
 
@@ -11,7 +12,14 @@ import uvloop
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError
-from baton.core.process import set_up_logging, settle_memory, stop_on_signals
+from baton.core.process import (
+    StopSignal,
+    limit_end,
+    set_up_logging,
+    settle_memory,
+    start_unless_stopped,
+    stop_on_signals,
+)
 from baton.router.server import RouterServer
 
 
@@ -31,14 +39,20 @@ def main() -> None:
 async def _run(config: Config, controller: str) -> None:
     stopping = stop_on_signals()
     server = RouterServer(config)
-    await server.start(controller)
+    await start_unless_stopped(server.start(controller), stopping)
     settle_memory()
     http = f"HTTP on {server.http_address}, " if server.http_address else ""
     print(
         f"router ready: gRPC on {server.address}, {http}metrics on {server.metrics_address}",
         flush=True,
     )
-    await server.serve_until(stopping)
+    limit = _limit_end(stopping, config.drain_seconds)
+    await asyncio.gather(server.serve_until(stopping), limit)
+
+
+async def _limit_end(stopping: StopSignal, drain_seconds: float) -> None:
+    await stopping.requested.wait()
+    limit_end(drain_seconds)
 
 
 main()

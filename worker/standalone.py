@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import faulthandler
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +15,11 @@ from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidConfig
 from baton.core.process import (
     StartTimes,
+    limit_end,
     no_collections,
     process_began,
     set_up_logging,
+    start_unless_stopped,
     stop_on_signals,
 )
 from baton.core.types import Role
@@ -27,9 +28,6 @@ from baton.worker.step_record import StepRecord, open_record
 
 if TYPE_CHECKING:
     from baton.worker.worker_server import WorkerServer
-
-END_SECONDS = 30.0
-"""After draining: longer than all waits of an orderly end."""
 
 
 def main(role: Role) -> None:
@@ -82,17 +80,15 @@ async def _run(
     server: WorkerServer, config: Config, role: Role, port: int, metrics_port: int | None
 ) -> None:
     stopping = stop_on_signals()
-    await server.start(config.pool(role).host, port, metrics_port)
+    start = server.start(config.pool(role).host, port, metrics_port)
+    await start_unless_stopped(start, stopping)
     if server.metrics_address:
         print(f"metrics on {server.metrics_address}", flush=True)
     print(f"started in {server.times}", flush=True)
     print(f"{role.value} worker ready on {server.address}", flush=True)
-    limit = _limit_end(server, config.drain_seconds + END_SECONDS)
-    await asyncio.gather(server.serve_until(stopping), limit)
+    await asyncio.gather(server.serve_until(stopping), _limit_end(server, config.drain_seconds))
 
 
-async def _limit_end(server: WorkerServer, seconds: float) -> None:
-    """Once the worker drains, it ends within `seconds`: with the stacks of its threads on stderr,
-    should one hang in a library."""
+async def _limit_end(server: WorkerServer, drain_seconds: float) -> None:
     await server.drain_asked()
-    faulthandler.dump_traceback_later(seconds, exit=True)
+    limit_end(drain_seconds)

@@ -12,8 +12,9 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from processes import ProcessCluster
+from processes import Process, ProcessCluster
 from safetensors.torch import load_file, save_file
 from streams import begin
 from waiting import until
@@ -150,6 +151,30 @@ def test_a_worker_whose_end_hangs_says_where_and_ends(tiny: Path, tmp_path: Path
     assert worker.wait() == 1
     assert "Timeout" in worker.log
     assert "stuck_worker.py" in worker.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_worker_whose_start_hangs(
+    number: signal.Signals, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUCK_START", "1")
+    cluster = ProcessCluster(tiny, tmp_path, tree=tree(), module="stuck_worker")
+    worker = cluster.start_worker(Role.DECODE, 0)
+    worker.wait_for("(hanging)")
+    worker.send(number)
+    assert worker.wait() == 0
+
+
+def test_a_router_whose_end_hangs_says_where_and_ends(tiny: Path, tmp_path: Path) -> None:
+    ports = {"port": 0, "http_port": 0, "metrics_port": 0}
+    config = tmp_path / "router.yaml"
+    keys = {"model": str(tiny), "router": ports, "drain_seconds": 0.1}
+    config.write_text(yaml.safe_dump(keys))
+    router = Process(tmp_path, "router", ["stuck_router", "--config", str(config)])
+    router.wait_for("(router ready)")
+    router.send(signal.SIGTERM)
+    assert router.wait() == 1
+    assert "Timeout" in router.log
 
 
 async def test_a_frozen_worker_is_routed_around_and_rejoins(tiny: Path, tmp_path: Path) -> None:
