@@ -41,6 +41,9 @@ _NOW_SECONDS = 30.0
 # From the end of Ray's own processes to the end of this one. An orderly stop ends them last.
 _AFTER_RAY_SECONDS = 10.0
 
+# Added to the time of a stop, in case Ray holds Python's lock and the main thread cannot run.
+_LOCKED_SECONDS = 10.0
+
 
 _PATHS: dict[str, list[str]] = {}
 """The configuration keys that each flag sets."""
@@ -182,8 +185,8 @@ class _Session:
                     self._stop()
             if self.cluster and self.cluster.has_lost_ray:
                 self._end_within(_AFTER_RAY_SECONDS)
-            if time.monotonic() >= self.ends_by and not running.done():
-                self._kill()
+            if self.ends_by < math.inf and not running.done():
+                self._limit(self.ends_by - time.monotonic())
 
     def _stop(self) -> None:
         """Handles a signal."""
@@ -206,6 +209,12 @@ class _Session:
 
     def _end_within(self, seconds: float) -> None:
         self.ends_by = min(self.ends_by, time.monotonic() + seconds)
+
+    def _limit(self, seconds: float) -> None:
+        if seconds <= 0:
+            self._kill()
+        # Ray's processes end with this one.
+        faulthandler.dump_traceback_later(seconds + _LOCKED_SECONDS, exit=True)
 
     def _kill(self) -> NoReturn:
         """Ends this process and, if it has started Ray, all of Ray's."""

@@ -6,10 +6,12 @@ a restarted worker its role. The store lives as long as Ray's head, or as the Re
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,9 @@ from baton.cluster.preflight import check_ray
 from baton.core.errors import InvalidRequest, Unavailable
 from baton.v1 import cluster_pb2 as pb
 
+INIT_SECONDS = 120.0
+"""The longest that Ray may take to start, or to let this process join."""
+
 PREFIX = "baton-"
 """Every cluster's Ray namespace begins with this."""
 
@@ -41,7 +46,8 @@ def join(address: str, namespace: str) -> str:
     _silence_ray()
     check_ray(address)
     try:
-        context = ray.init(address, namespace=namespace, job_config=_job(), **_QUIET)
+        with _limited():
+            context = ray.init(address, namespace=namespace, job_config=_job(), **_QUIET)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise Unavailable(f"cannot join Ray at {address}: {error}") from error
     return _log_folder(context)
@@ -74,7 +80,7 @@ def start(namespace: str, processes: int) -> str:
     # By default Ray's workers yield to everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
-        with own_ray.few_processes():
+        with own_ray.few_processes(), _limited():
             context = ray.init(
                 "local",
                 namespace=namespace,
@@ -90,6 +96,17 @@ def start(namespace: str, processes: int) -> str:
         reason = str(error).rstrip(".")
         raise Unavailable(f"Ray cannot start: {reason}; its logs are in {logs}") from error
     return _log_folder(context)
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Ends this process, with its stacks on stderr, if the block takes too long. Ray waits for a
+    node's answer without limit, with Python's lock held: no thread could handle a signal."""
+    faulthandler.dump_traceback_later(INIT_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class _NoPaths(list[str]):

@@ -291,6 +291,35 @@ main()
 """
 
 
+FROZEN = """
+import os, signal
+import ray._private.worker
+from baton.__main__ import main
+from baton.cluster import own_ray, ray_session
+
+connect = ray._private.worker.connect
+
+def freeze_and_connect(*arguments, **options):
+    for started in own_ray._started:
+        os.kill(started.process.pid, signal.SIGSTOP)
+    connect(*arguments, **options)
+
+ray._private.worker.connect = freeze_and_connect
+ray_session.INIT_SECONDS = 3.0
+main()
+"""
+
+
+@pytest.mark.fleet
+def test_a_ray_that_freezes_while_it_starts_ends_the_command(tmp_path: Path) -> None:
+    """Ray holds Python's lock while it waits for its node."""
+    frozen = Command(tmp_path, [sys.executable, "-c", FROZEN, "serve", *FREE_PORTS])
+    assert frozen.wait() == 1
+    assert frozen.stderr.startswith("Timeout (0:00:03)!")
+    assert "ray_session.py" in frozen.stderr
+    frozen.wait_gone()
+
+
 @pytest.mark.fleet
 def test_a_controller_that_cannot_start_ends_the_command(tmp_path: Path) -> None:
     broken = Command(tmp_path, [sys.executable, "-c", BROKEN, "serve", *FREE_PORTS])
