@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 2.0
-"""Time for clients to receive the end of complete answers."""
+"""Time for clients to receive the end of their answers, or the error that ends them."""
 
 CHECK_SECONDS = 1.0
 """Interval at which `wait_ready` looks for models that were removed."""
@@ -148,7 +148,8 @@ class RouterServer:
         await stopping.wait_at_most(self._config.drain_seconds, self._activity.idle)
         for task in self._tasks:
             task.cancel()
-        calls = [self._server.stop(grace=0.0 if self._activity.active else GRACE_SECONDS)]
+        self._edges.end_calls()
+        calls = [self._server.stop(GRACE_SECONDS)]
         if self._http:
             calls.append(self._http.stop(GRACE_SECONDS))
         calls.append(asyncio.to_thread(end_metrics, self._metrics_server))

@@ -72,7 +72,7 @@ class EdgeContext:
     reader_buffer: int
     controller: ControllerClient = NO_CONTROLLER
     responses: CachedResponses | None = None
-    # One per HTTP call in progress.
+    # One per call in progress that generates.
     buffers: WeakSet[ClientBuffer] = field(default_factory=WeakSet)
 
     def find(self, name: str, caller: Caller, *, encoder: bool = True) -> ServedModel:
@@ -104,6 +104,6 @@ class EdgeContext:
             yield
 
     def end_calls(self) -> None:
-        """Ends every HTTP call in progress with an error."""
+        """Ends every call in progress that generates with an error."""
         for buffer in self.buffers:
             buffer.close(Unavailable("this router is stopping"))

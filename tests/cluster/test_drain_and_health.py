@@ -139,7 +139,7 @@ async def test_a_second_signal_ends_a_router_at_once(tiny: Path, tmp_path: Path)
             for _ in range(2):
                 cluster.router.send(signal.SIGTERM)
                 await asyncio.sleep(0.1)
-            with pytest.raises(baton.BatonError):
+            with pytest.raises(baton.Unavailable, match="this router is stopping"):
                 await stream.read()
 
 

@@ -129,6 +129,7 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         with self._context.admit(prepared):
             generate = functools.partial(prepared.model.serving.generate, request, ledger)
             async with buffered(generate, self._context.reader_buffer) as events:
+                self._context.buffers.add(events)
                 async for event in events:
                     renderer.add(event)
                     if not isinstance(event, pb.Started) and (response := renderer.next()):

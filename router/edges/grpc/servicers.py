@@ -101,6 +101,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         (request,), ledger = call.requests, call.ledger
         generate = functools.partial(call.model.serving.generate, request, ledger)
         async with buffered(generate, self._context.reader_buffer) as buffer:
+            self._context.buffers.add(buffer)
             async for event in buffer:
                 began = time.monotonic()
                 await context.write(response(event, request.model))
