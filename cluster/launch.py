@@ -177,8 +177,9 @@ class Cluster:
 
     @property
     def has_lost_ray(self) -> bool:
-        """True if the Ray that was started here has ended; also after `stop`."""
-        return own_ray.has_ended()
+        """True if the Ray that was started here has ended; also after `stop`. A start that fails
+        raises its own error."""
+        return bool(self.log_folder) and own_ray.has_ended()
 
     def kill(self) -> None:
         """Kills every process of a Ray that was started here. On a joined Ray, they stay."""

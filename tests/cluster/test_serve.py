@@ -320,6 +320,34 @@ def test_a_ray_that_freezes_while_it_starts_ends_the_command(tmp_path: Path) -> 
     frozen.wait_gone()
 
 
+DEAD = """
+import os, signal
+from baton.__main__ import main
+from baton.cluster import own_ray
+
+start_process = own_ray._start_process
+
+def start_and_kill(command, *arguments, **options):
+    started = start_process(command, *arguments, **options)
+    if command[0].endswith("/raylet"):
+        os.kill(started.process.pid, signal.SIGKILL)
+    return started
+
+own_ray._start_process = start_and_kill
+main()
+"""
+
+
+@pytest.mark.fleet
+def test_a_ray_that_ends_while_it_starts_is_reported_with_its_logs(tmp_path: Path) -> None:
+    dead = Command(tmp_path, [sys.executable, "-c", DEAD, "serve", *FREE_PORTS])
+    assert dead.wait() == 1
+    (line,) = dead.stderr.splitlines()
+    assert line.startswith("baton: Ray cannot start: ")
+    assert "; its logs are in " in line
+    dead.wait_gone()
+
+
 @pytest.mark.fleet
 def test_a_controller_that_cannot_start_ends_the_command(tmp_path: Path) -> None:
     broken = Command(tmp_path, [sys.executable, "-c", BROKEN, "serve", *FREE_PORTS])
