@@ -69,16 +69,19 @@ class Grammars:
 
     def _compile(self, grammar: str) -> LLMatcher:
         with self._loading:
-            tokenizer = self._tokenizer
+            tokenizers = self._tokenizers
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise InvalidGrammar(matcher.get_error(), field="grammar")
-        return matcher
+        for tokenizer in tokenizers:
+            matcher = LLMatcher(tokenizer, grammar, log_level=0)
+            if not matcher.is_error():
+                return matcher
+        raise InvalidGrammar(matcher.get_error(), field="grammar")
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
+    def _tokenizers(self) -> list[LLTokenizer]:
+        """One whose tags are text; then one that has them as names, for Lark such as
+        `start: <tool_call> body`."""
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ModuleNotFoundError:
@@ -89,9 +92,9 @@ class Grammars:
             made = LLTokenizer(text, n_vocab=self._vocabulary_size, eos_token=end)
             tags = _tags(text) - {*ends, *made.eos_tokens}
             if not tags:
-                return made
+                return [made]
             wrapped = TokenizerWrapper(_WithTags(made, tags))
-            return LLTokenizer(wrapped, n_vocab=self._vocabulary_size, eos_token=end)
+            return [LLTokenizer(wrapped, n_vocab=self._vocabulary_size, eos_token=end), made]
         except ValueError as error:
             raise NotServed(f"this model's tokenizer does not support grammars: {error}") from error
 

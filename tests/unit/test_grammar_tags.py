@@ -83,6 +83,14 @@ def test_a_grammar_may_ask_for_the_text_of_an_added_token(
                 assert re.fullmatch(r"<tool_call>\{[a-c]*\}</tool_call>", text)
 
 
+def test_a_grammar_may_name_an_added_token(engine: Engine, tokenizer: Tokenizer) -> None:
+    """Lark has <tool_call> without quotes for the token itself."""
+    structure = Structure("lark", "start: <tool_call> /[a-c]/ </tool_call>")
+    first, *_, last = answer(engine, tokenizer, grammar_of(structure))
+    names = [tokenizer.token_to_id(text) for text in ("<tool_call>", "</tool_call>")]
+    assert [first, last] == names
+
+
 def test_reasoning_still_ends_with_its_token(engine: Engine, tokenizer: Tokenizer) -> None:
     grammar = grammar_of(Structure("regex", "<tool_call>ab"))
     end = tokenizer.token_to_id("</think>")
