@@ -214,7 +214,8 @@ class _Session:
         if seconds <= 0:
             self._kill()
         # Ray's processes end with this one.
-        faulthandler.dump_traceback_later(seconds + _LOCKED_SECONDS, exit=True)
+        seconds = min(seconds + _LOCKED_SECONDS, threading.TIMEOUT_MAX)
+        faulthandler.dump_traceback_later(seconds, exit=True)
 
     def _kill(self) -> NoReturn:
         """Ends this process and, if it has started Ray, all of Ray's."""

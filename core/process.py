@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator
@@ -97,7 +98,8 @@ async def start_unless_stopped(start: Coroutine[Any, Any, None], stopping: StopS
 def limit_end(drain_seconds: float) -> None:
     """Ends this process END_SECONDS after `drain_seconds`: with the stacks of its threads on
     stderr, should one hang in a library."""
-    faulthandler.dump_traceback_later(drain_seconds + END_SECONDS, exit=True)
+    seconds = min(drain_seconds + END_SECONDS, threading.TIMEOUT_MAX)
+    faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:

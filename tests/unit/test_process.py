@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import math
 import re
 import subprocess
 import sys
 import time
 
-from baton.core.process import StartTimes, StopSignal
+from baton.core.process import StartTimes, StopSignal, limit_end
 
 
 def test_a_second_request_stops_immediately() -> None:
@@ -53,3 +55,8 @@ def test_a_process_began_after_its_parent_started_it() -> None:
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     # The kernel counts in hundredths of a second.
     assert before - 0.02 <= float(ran.stdout) <= time.monotonic()
+
+
+def test_a_drain_without_a_limit_does_not_limit_the_end() -> None:
+    limit_end(math.inf)
+    faulthandler.cancel_dump_traceback_later()
