@@ -165,12 +165,26 @@ def test_a_signal_ends_a_worker_whose_start_hangs(
     assert worker.wait() == 0
 
 
-def test_a_router_whose_end_hangs_says_where_and_ends(tiny: Path, tmp_path: Path) -> None:
+def stuck_router(tiny: Path, folder: Path) -> Process:
     ports = {"port": 0, "http_port": 0, "metrics_port": 0}
-    config = tmp_path / "router.yaml"
+    config = folder / "router.yaml"
     keys = {"model": str(tiny), "router": ports, "drain_seconds": 0.1}
     config.write_text(yaml.safe_dump(keys))
-    router = Process(tmp_path, "router", ["stuck_router", "--config", str(config)])
+    return Process(folder, "router", ["stuck_router", "--config", str(config)])
+
+
+def test_a_signal_ends_a_router_whose_start_hangs(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUCK_START", "1")
+    router = stuck_router(tiny, tmp_path)
+    router.wait_for("(hanging)")
+    router.send(signal.SIGTERM)
+    assert router.wait() == 0
+
+
+def test_a_router_whose_end_hangs_says_where_and_ends(tiny: Path, tmp_path: Path) -> None:
+    router = stuck_router(tiny, tmp_path)
     router.wait_for("(router ready)")
     router.send(signal.SIGTERM)
     assert router.wait() == 1
