@@ -295,6 +295,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change: str, tmp_path: Path) 
         load(tmp_path)
 
 
+def test_sizes_that_no_memory_holds_are_refused(tmp_path: Path) -> None:
+    save(FOREIGN_MODELS["olmo"], tmp_path)
+    change_config(tmp_path, vocab_size=10**14)
+    with pytest.raises(InvalidCheckpoint, match=r"^transformers cannot load \w+: "):
+        load(tmp_path)
+
+
 def test_only_safetensors_are_read(tmp_path: Path) -> None:
     model = save(FOREIGN_MODELS["gpt2"], tmp_path)
     (tmp_path / "model.safetensors").unlink()
