@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 from baton.core.errors import SlowReader
-from baton.core.process import cancel_all
-from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent
 
 
 class ClientBuffer:
-    """Filled with `put` and `close`, drained by iterating."""
+    """Filled with `put` until `close`, drained by iterating."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -62,6 +60,14 @@ class ClientBuffer:
             self._closed, self._error = True, error
         self._wake()
 
+    async def close_after(self, generating: Awaitable[None]) -> None:
+        """Closes when `generating`, which fills this buffer, ends; with its error, if any."""
+        try:
+            await generating
+            self.close()
+        except Exception as error:  # noqa: BLE001 raised in the consumer
+            self.close(error)
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -81,24 +87,3 @@ class ClientBuffer:
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
-
-
-@asynccontextmanager
-async def buffered(
-    generate: Callable[[Emit], Awaitable[None]], limit: int
-) -> AsyncIterator[ClientBuffer]:
-    """Runs `generate` at its own pace. Leaving the context cancels it."""
-    buffer = ClientBuffer(limit)
-    filling = asyncio.create_task(_fill(buffer, generate(buffer.put)))
-    try:
-        yield buffer
-    finally:
-        await cancel_all(filling)
-
-
-async def _fill(buffer: ClientBuffer, generating: Awaitable[None]) -> None:
-    try:
-        await generating
-        buffer.close()
-    except Exception as error:  # noqa: BLE001 raised in the consumer
-        buffer.close(error)

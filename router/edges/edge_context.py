@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import WeakSet
 
 from baton.core.errors import Unavailable
+from baton.core.process import cancel_all
 from baton.core.types import Caching, Request
 from baton.router.edges.auth import SIMILARITY_HEADER, Caller, KeyRing
 from baton.router.edges.client_buffer import ClientBuffer
@@ -102,6 +104,18 @@ class EdgeContext:
         answered. Raises if a limit is exceeded."""
         with call.caller.admit(len(call.ledger.answers)), self.activity.ledgers.keep(call.ledger):
             yield
+
+    @contextlib.asynccontextmanager
+    async def answers(self, call: ParsedCall) -> AsyncIterator[ClientBuffer]:
+        """Generates the call's answers at their own pace. Leaving the context cancels them."""
+        buffer = ClientBuffer(self.reader_buffer)
+        self.buffers.add(buffer)
+        generating = call.model.serving.generate_all(call.requests, call.ledger, buffer.put)
+        filling = asyncio.create_task(buffer.close_after(generating))
+        try:
+            yield buffer
+        finally:
+            await cancel_all(filling)
 
     def end_calls(self) -> None:
         """Ends every call in progress that generates with an error."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from baton import __version__
 from baton.core.errors import InvalidRequest, UnknownModel
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent
-from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.grpc.open_tensors import INPUTS, OUTPUTS, InferCall, add_output
 from baton.router.edges.grpc.servicers import caller_of, prepare
@@ -127,9 +125,7 @@ class OpenInferenceService(service.GRPCInferenceServiceServicer):
         (request,), ledger = prepared.requests, prepared.ledger
         renderer = ResponseRenderer(call, request.model, message.id, request.n)
         with self._context.admit(prepared):
-            generate = functools.partial(prepared.model.serving.generate, request, ledger)
-            async with buffered(generate, self._context.reader_buffer) as events:
-                self._context.buffers.add(events)
+            async with self._context.answers(prepared) as events:
                 async for event in events:
                     renderer.add(event)
                     if not isinstance(event, pb.Started) and (response := renderer.next()):

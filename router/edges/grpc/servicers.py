@@ -22,7 +22,6 @@ from baton.core.errors import (
 from baton.core.types import MAX_MESSAGE_BYTES
 from baton.router.answers.answer_events import EmbeddedInputs
 from baton.router.edges.auth import Caller, KeyRing
-from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext, ParsedCall, complete_call
 from baton.router.edges.grpc.protobuf import parse_embed, parse_prompt, parse_request, response
 from baton.router.followed_models import FollowedModels
@@ -98,15 +97,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
 
     async def _answer(self, call: ParsedCall, context: Context) -> None:
-        (request,), ledger = call.requests, call.ledger
-        generate = functools.partial(call.model.serving.generate, request, ledger)
-        async with buffered(generate, self._context.reader_buffer) as buffer:
-            self._context.buffers.add(buffer)
-            async for event in buffer:
+        (request,) = call.requests
+        async with self._context.answers(call) as events:
+            async for event in events:
                 began = time.monotonic()
                 await context.write(response(event, request.model))
                 if not isinstance(event, pb.Started):
-                    ledger.answers[event.index].write(began)
+                    call.ledger.answers[event.index].write(began)
 
     @unary
     async def Embed(self, message: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:

@@ -24,9 +24,9 @@ from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.process import cancel_all
 from baton.core.proto_json import Json
 from baton.core.types import Request
-from baton.router.answers.answer_events import AnswerEvent, Emit
+from baton.router.answers.answer_events import AnswerEvent
 from baton.router.edges.auth import Caller
-from baton.router.edges.client_buffer import ClientBuffer, buffered
+from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.edge_context import EdgeContext, ParsedCall, complete_call
 from baton.router.edges.http.answer_renderer import AnswerRenderer, Body, encode
 from baton.router.edges.http.body import parse_body
@@ -144,8 +144,7 @@ class _Answering:
 
     async def answer(self, *, stream: bool) -> None:
         """Releases everything before it sends the last bytes, which end the call."""
-        async with buffered(self._generate, self.context.reader_buffer) as events:
-            self.context.buffers.add(events)
+        async with self.context.answers(self.call) as events:
             self.renderer.began(events)
             if stream:
                 last = await self._stream(events)
@@ -156,11 +155,6 @@ class _Answering:
         if not stream:
             await self._start((*_JSON_HEADERS, (b"content-length", str(len(last)).encode())))
         await self.send({"type": "http.response.body", "body": last})
-
-    async def _generate(self, emit: Emit) -> None:
-        """Generates all answers to all prompts."""
-        call = self.call
-        await call.model.serving.generate_all(call.requests, call.ledger, emit)
 
     async def _stream(self, events: ClientBuffer) -> bytes:
         """Sends all but the last bytes of a stream, and returns these."""
