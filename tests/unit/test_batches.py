@@ -24,7 +24,7 @@ from baton.core.config import BatchesConfig
 from baton.core.errors import Exhausted
 from baton.router.edges.http.batches import batch_runner
 from baton.router.edges.http.batches.batch_runner import Results
-from baton.router.edges.http.batches.batch_store import BatchStore
+from baton.router.edges.http.batches.batch_store import BatchRequest, BatchStore
 from baton.router.edges.http.batches.file_store import FileStore
 from baton.router.server import RouterServer
 
@@ -48,6 +48,12 @@ def jsonl(*lines: object) -> bytes:
 
 def chats(count: int, **body: object) -> bytes:
     return jsonl(*(line(f"line-{index}", **body) for index in range(count)))
+
+
+def wanted(file_id: str) -> BatchRequest:
+    return BatchRequest(
+        input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="1h"
+    )
 
 
 def sdk(server: RouterServer, key: str = "none") -> openai.AsyncOpenAI:
@@ -176,13 +182,7 @@ async def test_results_expire_as_the_batch_says(tmp_path: Path) -> None:
 def test_a_result_that_the_disk_has_no_room_for_leaves_whole_lines(tmp_path: Path) -> None:
     store = BatchStore(files := FileStore(BatchesConfig(str(tmp_path))))
     file = files.upload("a", io.BytesIO(chats(2)), "in.jsonl", 3600.0)
-    batch = store.create(
-        "a",
-        endpoint="/v1/chat/completions",
-        input_file_id=file["id"],
-        window="1h",
-        seconds=3600,
-    )
+    batch = store.create("a", wanted(file["id"]))
     first, second = (answer_line(f"line-{index}", "r", 200, b"{}") for index in range(2))
     with Results(store, "a", batch) as made:
         made.add(200, first)
@@ -219,7 +219,7 @@ def test_a_full_disk_keeps_nothing_of_what_it_has_no_room_for(tmp_path: Path) ->
     assert not list(files.folder("a").iterdir())
     file = files.upload("a", io.BytesIO(chats(1)), "in.jsonl", 60.0)
     with largest_file(10), pytest.raises(Exhausted, match="disk is full"):
-        store.create("a", endpoint="/v1", input_file_id=file["id"], window="1h", seconds=60)
+        store.create("a", wanted(file["id"]))
     assert not list(files.folder("a").glob("batch_*"))
 
 
@@ -395,14 +395,7 @@ def test_what_has_expired_is_deleted(tmp_path: Path) -> None:
     config = BatchesConfig(str(tmp_path), keep_seconds=100.0)
     store = BatchStore(files := FileStore(config))
     kept, old = (files.upload("a", io.BytesIO(b"{}"), "x", keep) for keep in (100.0, -1.0))
-    batch = store.create(
-        "a",
-        endpoint="/v1/completions",
-        input_file_id=kept["id"],
-        window="1h",
-        seconds=3600,
-        metadata=None,
-    )
+    batch = store.create("a", wanted(kept["id"]))
     batch["created_at"] -= 200
     store.save("a", batch)
     store.sweep()

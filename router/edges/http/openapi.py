@@ -39,13 +39,12 @@ from baton.router.edges.http.answer_types import (
     Version,
 )
 from baton.router.edges.http.batches.batch_endpoints import (
-    MAX_EXPIRY,
     MAX_FORM_FIELDS,
     BatchList,
-    BatchRequest,
     DeletedFile,
     FileList,
 )
+from baton.router.edges.http.batches.batch_store import LEAST_EXPIRY, MAX_EXPIRY, BatchRequest
 from baton.router.edges.http.chat_request import (
     ChatRequest,
     DetokenizeRequest,
@@ -259,5 +258,5 @@ def limit(default: int, most: int) -> Json:
 _UPLOAD: Json = {
     "file": {"type": "string", "format": "binary", "description": "Requests, one a line."},
     "purpose": {"const": "batch"},
-    "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": MAX_EXPIRY},
+    "expires_after[seconds]": {"type": "integer", "minimum": LEAST_EXPIRY, "maximum": MAX_EXPIRY},
 }

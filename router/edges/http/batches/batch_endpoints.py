@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -18,61 +16,26 @@ from typing_extensions import TypedDict
 
 from baton.core.errors import InvalidRequest, NotServed
 from baton.core.proto_json import Json
-from baton.router.edges.http.batches.batch_store import BatchObject, BatchStore
+from baton.router.edges.http.batches.batch_store import (
+    LEAST_EXPIRY,
+    MAX_EXPIRY,
+    BatchObject,
+    BatchRequest,
+    BatchStore,
+)
 from baton.router.edges.http.batches.file_store import FileObject, unknown_id
 from baton.router.edges.http.body import body_chunks, parse_body, receive_timeout
 from baton.router.edges.http.endpoint import json_response, query_limit
-from baton.router.edges.http.generation_request import ShortText
-from baton.router.edges.http.request_model import (
-    RequestModel,
-    StrictModel,
-    about,
-    seconds_of,
-    shown,
-)
+from baton.router.edges.http.request_model import shown
 
 MAX_FILE_BYTES = 200 * 2**20
 MAX_FILES_LISTED = 10_000
 MAX_FORM_FIELDS = 8  # of an upload
 MAX_BATCHES_LISTED = 100
 UPLOAD_SECONDS = 3600.0
-LEAST_EXPIRY = 3600
-MAX_EXPIRY = 30 * 86400
 _MARGIN = 64 * 2**10  # for the rest of an upload's form
 
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-]
 Listed = TypeVar("Listed", FileObject, BatchObject)
-
-
-def _check_window(value: str) -> str:
-    seconds_of(value)
-    return value
-
-
-class ExpiresAfter(StrictModel):
-    anchor: Literal["created_at"]
-    seconds: int = Field(ge=LEAST_EXPIRY, le=MAX_EXPIRY)
-
-
-class BatchRequest(RequestModel):
-    input_file_id: ShortText = about("A file that was uploaded for batches.", ...)
-    endpoint: Literal[
-        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
-    ] = about("The url of all its lines.", ...)
-    completion_window: Annotated[str, AfterValidator(_check_window)] = about(
-        'How long it may take: a number and s, m, h or d, such as "24h".', ...
-    )
-    metadata: Metadata | None = about("Kept with the batch.")
-    output_expires_after: ExpiresAfter | None = about(
-        "When its result files are deleted, counted from their creation."
-    )
-
-    @property
-    def seconds(self) -> int:
-        return seconds_of(self.completion_window)
 
 
 class FileList(TypedDict):
@@ -155,18 +118,7 @@ class BatchEndpoints:
             found = await asyncio.to_thread(store.batches, owner)
             return _page(http, found, 20, MAX_BATCHES_LISTED)
         body = await parse_body(http, BatchRequest.parse)
-        expiry = body.output_expires_after
-        create = functools.partial(
-            store.create,
-            owner,
-            endpoint=body.endpoint,
-            input_file_id=body.input_file_id,
-            window=body.completion_window,
-            seconds=body.seconds,
-            metadata=body.metadata,
-            output_expiry={"anchor": "created_at", "seconds": expiry.seconds} if expiry else None,
-        )
-        return json_response({**await asyncio.to_thread(create)})
+        return json_response({**await asyncio.to_thread(store.create, owner, body)})
 
     async def batch(self, http: HttpRequest) -> Response:
         found = self._store.batch(http.user.key.name, http.path_params["batch_id"])

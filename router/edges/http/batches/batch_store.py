@@ -14,8 +14,9 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from baton.core.config import BatchesConfig
@@ -28,6 +29,11 @@ from baton.router.edges.http.batches.file_store import (
     unknown_id,
     write_json,
 )
+from baton.router.edges.http.generation_request import ShortText
+from baton.router.edges.http.request_model import RequestModel, StrictModel, about, seconds_of
+
+LEAST_EXPIRY = 3600
+MAX_EXPIRY = 30 * 86400
 
 # fmt: off
 BatchStatus = Literal[
@@ -37,6 +43,36 @@ BatchStatus = Literal[
 # fmt: on
 ENDED = ("failed", "completed", "expired", "cancelled")
 _CANCELLABLE = ("validating", "in_progress")
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+
+
+def _check_window(value: str) -> str:
+    seconds_of(value)
+    return value
+
+
+class ExpiresAfter(StrictModel):
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=LEAST_EXPIRY, le=MAX_EXPIRY)
+
+
+class BatchRequest(RequestModel):
+    input_file_id: ShortText = about("A file that was uploaded for batches.", ...)
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
+    ] = about("The url of all its lines.", ...)
+    completion_window: Annotated[str, AfterValidator(_check_window)] = about(
+        'How long it may take: a number and s, m, h or d, such as "24h".', ...
+    )
+    metadata: Metadata | None = about("Kept with the batch.")
+    output_expires_after: ExpiresAfter | None = about(
+        "When its result files are deleted, counted from their creation."
+    )
 
 
 class BatchCounts(TypedDict):
@@ -106,32 +142,22 @@ class BatchStore:
         self.files = files
         self._ended: set[str] = set()
 
-    def create(
-        self,
-        owner: str,
-        *,
-        endpoint: str,
-        input_file_id: str,
-        window: str,
-        seconds: int,
-        metadata: Mapping[str, str] | None = None,
-        output_expiry: OutputExpiry | None = None,
-    ) -> BatchObject:
-        self.files.file(owner, input_file_id)
-        now = int(time.time())
+    def create(self, owner: str, body: BatchRequest) -> BatchObject:
+        self.files.file(owner, body.input_file_id)
+        now, expiry = int(time.time()), body.output_expires_after
         batch: BatchObject = {
             "id": f"batch_{uuid.uuid4().hex}",
             "object": "batch",
-            "endpoint": endpoint,
+            "endpoint": body.endpoint,
             "errors": None,
-            "input_file_id": input_file_id,
-            "completion_window": window,
+            "input_file_id": body.input_file_id,
+            "completion_window": body.completion_window,
             "status": "validating",
             "output_file_id": None,
             "error_file_id": None,
             "created_at": now,
             "in_progress_at": None,
-            "expires_at": now + seconds,
+            "expires_at": now + seconds_of(body.completion_window),
             "finalizing_at": None,
             "completed_at": None,
             "failed_at": None,
@@ -140,8 +166,10 @@ class BatchStore:
             "cancelled_at": None,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "usage": None,
-            "output_expires_after": output_expiry,
-            "metadata": dict(metadata) if metadata else None,
+            "output_expires_after": (
+                {"anchor": expiry.anchor, "seconds": expiry.seconds} if expiry else None
+            ),
+            "metadata": body.metadata or None,
         }
         try:
             self.save(owner, batch)
