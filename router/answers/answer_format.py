@@ -126,11 +126,10 @@ def with_tools(
     *,
     must_call: bool,
     allowed: Sequence[str],
-    field: str,
-    choice_field: str,
+    prefix: str = "",
 ) -> ChatPrompt:
-    """Returns the chat with checked tools. Errors name `field`, or `choice_field` for errors in the
-    choice among them."""
+    """Returns the chat with checked tools. Errors have `prefix` before the field's name."""
+    field, choice_field = f"{prefix}tools", f"{prefix}tool_choice"
     checked = tuple(_checked_tool(tool, field) for tool in tools)
     names = [tool.name for tool in checked]
     if len(names) > MAX_TOOLS:

@@ -167,8 +167,7 @@ def _parse_chat(chat: pb.Chat) -> ChatPrompt:
         tools if offered else (),
         must_call=must_call,
         allowed=(choice.name,) if must_call and choice.name else (),
-        field="chat.tools",
-        choice_field="chat.tool_choice",
+        prefix="chat.",
     )
 
 

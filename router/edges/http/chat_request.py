@@ -279,14 +279,7 @@ def choose_tools(
     """Adds tools to a chat. With mode `none` the model does not see them."""
     if mode == "none" or (mode == "auto" and not tools):
         return chat
-    return with_tools(
-        chat,
-        tools,
-        must_call=mode == "required",
-        allowed=allowed,
-        field="tools",
-        choice_field="tool_choice",
-    )
+    return with_tools(chat, tools, must_call=mode == "required", allowed=allowed)
 
 
 Messages = Annotated[
