@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_loop import answer, load, sequence, serve
 from rank_threads import groups, split_engine
+from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, VOCABULARY, choices_of_transformers, save
 from torch import distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -141,14 +142,13 @@ def test_random_weights_are_those_of_the_whole_model(name: str, tmp_path: Path) 
 
 
 def test_a_tensor_of_another_shape_is_named_by_a_rank_too(tmp_path: Path) -> None:
-    save(TINY_MODELS["llama"], tmp_path / "wide")
-    narrow = TINY_MODELS["llama"].changed(intermediate_size=40)
-    narrow_config = tmp_path / "narrow"
-    save(narrow, narrow_config)
-    (narrow_config / "config.json").replace(tmp_path / "wide" / "config.json")
+    save(TINY_MODELS["llama"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, name = load_file(file), "model.layers.1.mlp.gate_proj.weight"
+    save_file(weights | {name: torch.cat((weights[name], weights[name]))}, file)
     made, _ = groups(2, tmp_path)
-    with pytest.raises(InvalidCheckpoint, match=r"\[80, 48\], config.json asks for \[40, 48\]"):
-        Engine.load(tmp_path / "wide", kv_memory=4 << 20, group=made[1])
+    with pytest.raises(InvalidCheckpoint, match=r"\[160, 48\], config.json asks for \[80, 48\]"):
+        Engine.load(tmp_path, kv_memory=4 << 20, group=made[1])
 
 
 def architecture(tmp_path: Path, name: str) -> Architecture:
