@@ -57,7 +57,7 @@ from baton.engine.weight_codes import PACKED
 from baton.engine.weights import load_model
 from baton.kernels.cpu import compiler
 from baton.kernels.fp8 import FP8
-from baton.kernels.integers import GROUPS
+from baton.kernels.integers import SCHEMES
 from baton.kernels.linear import WeightCodes
 from baton.kernels.low_rank import AdapterProducts
 
@@ -358,8 +358,9 @@ def fingerprint(
     """A digest: equal for the same model on any machine, different for any other model."""
     shape = dataclasses.asdict(architecture)
     if quantization != "none":  # a rank quantizes its part of weights and rows
-        groups = [GROUPS[8]] * (quantization == "int8")  # files may hold pages of other groups
-        shape["quantized"] = [quantization, ranks, *groups]
+        # Files may hold pages of an earlier version's codes.
+        scheme = SCHEMES[8] if quantization == "int8" else ()
+        shape["quantized"] = [quantization, ranks, *scheme]
     files = b"random" if random_weights else digest_files(checkpoint_files(folder))
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode() + files).hexdigest()
 

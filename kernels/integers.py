@@ -1,18 +1,20 @@
 """Weights, keys and values as integer codes.
 
-A product multiplies weights, with a scale and an offset for each group of inputs, by rows in
-int16, with one scale each.
+A product multiplies a weight's codes by those of rows, group by group of inputs:
 
-    x @ weight.T = row's scale * sum over groups of
-                   (sum of codes' products) * (output's scale)
-                   + (sum of the row's codes) * (output's offset)
+    x @ weight.T = sum over groups of (sum of codes' products) * (output's scale) * (row's scale)
+                                      + (row's scale * sum of its codes) * (output's offset)
 
 A group's sums are sums of integers, exact in any order, then rounded to float32; groups are added
 in order. So a row's result does not depend on the other rows, on tiles or on threads. Compiled code
 (kernels/cpu/integer_product.py) gives the same bits.
 
-Rows in int8 would be twice as fast to multiply, but would lose more accuracy than weights do, even
-with a scale for each 32 inputs.
+int8 changes rows and weights before they are encoded, so that codes of one byte lose little. The
+product stays the same:
+
+    balance    each input of the weight is divided by about its size, and of a row multiplied by it
+    rotation   each block of inputs is multiplied by a Hadamard matrix, which spreads a row's few
+               large numbers over the block
 
 A head's key or value has one scale, stored behind its codes.
 """
@@ -29,19 +31,32 @@ from torch.nn import functional
 from baton.kernels import SCALE_BYTES
 
 MOST = 127.0
-MOST_OF_ROW = 127.0 * 256
-"""The largest code of a row: its upper and its lower byte are each an int8 code."""
+MOST_OF_TWO_BYTES = 127.0 * 256
+"""The largest code of two bytes, each of which is an int8 code."""
 
 LEAST_PEAK = 1e-30
 """Gives rows of zeros a scale too."""
 
 Bits = Literal[4, 8]
 
+
+class Scheme(NamedTuple):
+    """How weights of some bits, and the rows that they multiply, are encoded."""
+
+    group: int  # inputs that share a scale; the last group may be smaller
+    row_bytes: int  # bytes of a row's code
+    most_of_row: float  # a row's largest code
+    has_offsets: bool  # a group of an output has an offset, too
+    rotated: int  # inputs of a block that is rotated; 1: none is
+
+
 GROUP = 32
-GROUPS: dict[Bits, int] = {4: GROUP, 8: 256}
-"""Inputs that share a scale and offset; a weight's last group may be smaller. Larger groups bring
-int8 near the quality gates; smaller ones move sums out of a CPU's integer units more often. Sums
-over up to 512 inputs fit into 32 bits, and sums of a row's codes into float32."""
+SCHEMES: dict[Bits, Scheme] = {
+    4: Scheme(GROUP, 2, MOST_OF_TWO_BYTES, has_offsets=True, rotated=1),
+    8: Scheme(128, 1, MOST, has_offsets=False, rotated=64),
+}
+"""Larger groups bring int8 near the quality gates; smaller ones move sums out of a CPU's integer
+units more often. int4 is not rotated: a model that was published in 4 bits keeps its numbers."""
 
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Parts of the range of a group's numbers that int4 tries as its own range."""
@@ -55,9 +70,10 @@ class IntegerWeight(NamedTuple):
 
     codes: Tensor  # [outputs, inputs], int8; those of int4 are from -8 to 7
     scales: Tensor  # [outputs, groups], float32
-    offsets: Tensor  # [outputs, groups], float32
+    offsets: Tensor  # [outputs, groups], float32; [outputs, 0] if the scheme has none
     bits: Bits
     dtype: torch.dtype
+    balance: Tensor | None = None  # [inputs], float32: powers of two that multiply rows
 
     @property
     def device(self) -> torch.device:
@@ -73,23 +89,24 @@ class IntegerWeight(NamedTuple):
     def changed(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
         """Applies `change` to each tensor."""
         codes, scales, offsets = map(change, (self.codes, self.scales, self.offsets))
-        return IntegerWeight(codes, scales, offsets, self.bits, self.dtype)
+        return self._replace(codes=codes, scales=scales, offsets=offsets)
 
 
 def quantize_to_int8(weight: Tensor) -> IntegerWeight:
     """weight [outputs, inputs]"""
-    parts = [_int8_codes(some) for some in torch.split(weight.float(), GROUPS[8], dim=1)]
-    codes, scales, offsets = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
-    return IntegerWeight(codes, scales, offsets, 8, weight.dtype)
+    scheme, balance = SCHEMES[8], _sizes(weight)
+    rotated = rotate(weight.float() / balance, scheme.rotated)
+    rotated /= _block(weight.shape[1], scheme.rotated)
+    parts = [_quantize(some, MOST) for some in torch.split(rotated, scheme.group, dim=1)]
+    codes = torch.cat([codes for codes, _ in parts], dim=1).to(torch.int8)
+    scales = torch.stack([scales for _, scales in parts], dim=1)
+    return IntegerWeight(codes, scales, scales[:, :0], 8, weight.dtype, balance)
 
 
-def _int8_codes(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and offset of a group [outputs, inputs]. Its smallest and largest number get the
-    outermost codes. Without an offset the loss is a tenth larger."""
-    least, most = numbers.aminmax(dim=1, keepdim=True)
-    scales = (most - least).clamp_(min=LEAST_PEAK) / 255
-    codes = ((numbers - least) / scales).round_().sub_(128)
-    return codes.to(torch.int8), scales, least + 128 * scales
+def _sizes(weight: Tensor) -> Tensor:
+    """The root mean square of each input's numbers, rounded to a power of two."""
+    squares = weight.float().square().mean(dim=0)
+    return torch.where(squares > 0, squares.log2().div(2).round().exp2(), 1.0)
 
 
 def quantize_to_int4(weight: Tensor) -> IntegerWeight:
@@ -163,14 +180,36 @@ def _in_range(numbers: Tensor, least: Tensor, most: Tensor, share: Tensor | floa
 
 def integer_product(x: Tensor, weight: IntegerWeight) -> Tensor:
     """x [rows, inputs] -> [rows, outputs], float32, not rounded to x's type."""
-    codes, scales = _quantize(x.float(), MOST_OF_ROW)
-    total, size = torch.zeros(len(x), len(weight.codes)), GROUPS[weight.bits]
-    for group, factors in enumerate(weight.scales.t()):
-        part = slice(group * size, (group + 1) * size)
-        sums = torch.mm(codes[:, part].double(), weight.codes[:, part].double().t())  # exact
-        total += sums.float() * factors
-        total += codes[:, part].sum(dim=1, keepdim=True) * weight.offsets[:, group]
-    return total * scales.unsqueeze(1)
+    scheme = SCHEMES[weight.bits]
+    x = x.float() if weight.balance is None else x.float() * weight.balance
+    groups = torch.split(rotate(x, scheme.rotated), scheme.group, dim=1)
+    codes_of_groups = torch.split(weight.codes, scheme.group, dim=1)
+    total = torch.zeros(len(x), len(weight.codes))
+    for group, (numbers, weights) in enumerate(zip(groups, codes_of_groups, strict=True)):
+        codes, row_scales = _quantize(numbers, scheme.most_of_row)
+        row_scales = row_scales.unsqueeze(1)
+        sums = torch.mm(codes.double(), weights.double().t())  # exact
+        total += sums.float() * weight.scales[:, group] * row_scales
+        if scheme.has_offsets:
+            total += codes.sum(dim=1, keepdim=True) * row_scales * weight.offsets[:, group]
+    return total
+
+
+def rotate(x: Tensor, most: int) -> Tensor:
+    """x [..., size], each block of up to `most` numbers times a Hadamard matrix of 1 and -1: sums
+    and differences of numbers 1 apart, then of these 2 apart, and so on. Compiled code
+    (kernels/cpu/integer_codes.py) gives the same bits."""
+    block, distance = _block(x.shape[-1], most), 1
+    while distance < block:
+        low, high = x.view(*x.shape[:-1], -1, 2, distance).unbind(-2)
+        x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        distance *= 2
+    return x
+
+
+def _block(size: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `size`."""
+    return min(most, size & -size)
 
 
 def head_codes(heads: Tensor) -> Tensor:

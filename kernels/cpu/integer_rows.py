@@ -1,16 +1,16 @@
 """Products of codes on x86_64 with AVX-512's dot products of bytes (VPDPBUSD), and on tile
 registers (AMX).
 
-Four inputs of an output are adjacent, as on Arm. For each 64 inputs (32 in int4) a row has their
-upper bytes, then their lower ones. A block has row after row: codes, the initial values of group
-sums, the sums of codes, the scale. Instructions read weights as unsigned bytes, which are code +
-128; so a group's sum starts at -128 times the sum of the row's codes. Vectors and tiles add up the
-same integers, so they give the same bits:
+Four inputs of an output are adjacent, as on Arm. A row with codes of two bytes has, for each 32
+inputs, their upper bytes, then their lower ones. A block has row after row: codes, the initial
+values of group sums, the scales, the scaled sums of codes if outputs have offsets. Instructions
+read weights of int8 as unsigned bytes, which are code + 128; so a group's sum starts at -128 times
+the sum of the row's codes. Vectors and tiles add up the same integers, so they give the same bits:
 
     vectors   up to FEW_ROWS rows
     tiles     up to 16 rows of int8, if the inputs are a multiple of 64: one instruction multiplies
-              16 rows and 16 outputs over 64 inputs. A group's sums of upper and of lower bytes go
-              through memory to vectors, where they are joined and scaled
+              16 rows and 16 outputs over 64 inputs. A group's sums go through memory to vectors,
+              which scale them
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from baton.kernels.cpu.integer_codes import (
     code_lanes,
     codes_of_half,
     factor_and_scale,
+    factor_count,
     group_count,
     load,
+    numbers_of_group,
     parts_of_group,
+    rotation_space,
 )
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
 from baton.kernels.cpu.norm import normalized
@@ -45,24 +48,18 @@ from baton.kernels.cpu.vectors import (
     lane_numbers,
     whole_numbers,
 )
-from baton.kernels.integers import GROUPS, MOST_OF_ROW, Bits
+from baton.kernels.integers import SCHEMES, Bits
 
 LANES = 16
 ROWS = 16
 FEW_ROWS = 4
 """Rows that vectors multiply at once, so that all sums stay in registers."""
 
-LANES_TOGETHER: dict[Bits, int] = {4: LANES_OF_PART, 8: 2 * LANES_OF_PART}
-"""Lanes of a row's upper bytes that precede the lower ones."""
-
-_SUMS = (0, 1)
-_X, _WEIGHTS = (2, 3), 4
-"""Tile registers: sums of upper and of lower bytes, upper and lower bytes of rows, and weights."""
+_WEIGHTS, _X = 3, 6
+"""Tile registers of weights, one for each 16 outputs of a panel, and of rows. Those before them
+hold sums."""
 
 INPUTS_OF_TILE = 64
-
-SUMS_SIZE = 2 * ROWS * LANES
-"""How many sums a group has, counting those of upper and of lower bytes."""
 
 _INTEGERS = ir.VectorType(LANE, LANES)
 _BYTES = ir.VectorType(CODE, LANES * INPUTS_OF_LANE)
@@ -77,56 +74,60 @@ def on_tiles(bits: Bits | None) -> bool:
 
 def block_depth(inputs: _Size, bits: Bits) -> _Size:
     """Lanes per row, rounded up to whole cache lines."""
-    return (_scale_place(inputs, bits) + LANES) // LANES * LANES
+    lanes = _scales_place(inputs, bits) + factor_count(inputs, bits)
+    return (lanes + (LANES - 1)) // LANES * LANES
 
 
-def _scale_place(inputs: _Size, bits: Bits) -> _Size:
-    return _sums_place(inputs, bits) + group_count(inputs, bits) * 2
+def _begins_place(inputs: _Size, bits: Bits) -> _Size:
+    """The lane behind a row's codes, where the initial values of sums begin."""
+    return inputs // INPUTS_OF_LANE * SCHEMES[bits].row_bytes
 
 
-def _sums_place(inputs: _Size, bits: Bits) -> _Size:
-    """The lane behind a row's codes, where its sums begin."""
-    together = LANES_TOGETHER[bits]
-    return (inputs // INPUTS_OF_LANE + (together - 1)) // together * (2 * together)
+def _scales_place(inputs: _Size, bits: Bits) -> _Size:
+    return _begins_place(inputs, bits) + group_count(inputs, bits)
 
 
 def _code_place(lane: Count, bits: Bits) -> Count:
-    """The lane of the upper bytes of a row's inputs."""
-    return lane + lane // LANES_TOGETHER[bits] * LANES_TOGETHER[bits]
+    """The lane of a row's codes, or of their upper bytes."""
+    return lane if SCHEMES[bits].row_bytes == 1 else lane + lane // LANES_OF_PART * LANES_OF_PART
 
 
 def block_code(module: ir.Module, element: ir.Type, bits: Bits, *, normed: bool) -> Function:
-    """Encodes one block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
-    types = [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER]
+    """Encodes one block of x: (its first row, rows left, inputs, norm, epsilon, balance, block)"""
+    types = [POINTER, COUNT, COUNT, *[POINTER] * 4]
     code = Function(module, f"codes{'_normed' * normed}", types, lanes=LANES)
-    x, left, inputs, norm, epsilon, block = code.arguments
+    x, left, inputs, norm, epsilon, balance, block = code.arguments
+    space, scheme = rotation_space(code, bits), SCHEMES[bits]
     with code.loop(0, left.at_most(ROWS)) as row:
         source = x.of(element).from_(row * inputs)
-        numbers = normalized(code, source, inputs, (norm, epsilon) if normed else None)
-        factor, scale = factor_and_scale(code, numbers, inputs, MOST_OF_ROW)
+        normed_numbers = normalized(code, source, inputs, (norm, epsilon) if normed else None)
         target = block.from_(row * block_depth(inputs, bits))
-        _put_one(target, scale, _scale_place(inputs, bits))
         with code.loop(0, group_count(inputs, bits)) as group:
+            numbers = numbers_of_group(code, normed_numbers, balance, group, inputs, bits, space)
             parts = parts_of_group(inputs, group, bits)
+            factor, scale = factor_and_scale(code, numbers, parts * PART, scheme.most_of_row)
             with code.sum_loop(0, parts, [code.zero()]) as (part, totals):
-                first = group * GROUPS[bits] + part * PART
                 for start in range(0, PART, LANES):
-                    shifted = numbers(first + start) * factor + ROUNDING
-                    place = _code_place((first + start) // INPUTS_OF_LANE, bits)
+                    shifted = numbers(part * PART + start) * factor + ROUNDING
+                    first = group * scheme.group + part * PART + start
+                    place = _code_place(first // INPUTS_OF_LANE, bits)
                     _put_codes(target.from_(place), shifted, bits)
                     totals[0] = totals[0] + (shifted - ROUNDING)
-            _put_sums_of_codes(target, totals[0].total(), inputs, group, bits)
+            _put_factors(target, totals[0].total(), scale, inputs, group, bits)
     code.end()
     return code
 
 
-def _put_sums_of_codes(
-    target: Memory, total: Floats, inputs: Count, group: Count, bits: Bits
+def _put_factors(
+    target: Memory, total: Floats, scale: Floats, inputs: Count, group: Count, bits: Bits
 ) -> None:
-    builder, place = target.builder, _sums_place(inputs, bits) + group
+    """Stores what a row has once for each group."""
+    builder, place = target.builder, _scales_place(inputs, bits) + group
     begin = builder.bitcast(whole_numbers(total * -128.0), floats_type(LANES))
-    _put_one(target, Floats(builder, begin), place)
-    _put_one(target, total, place + group_count(inputs, bits))
+    _put_one(target, Floats(builder, begin), _begins_place(inputs, bits) + group)
+    _put_one(target, scale, place)
+    if SCHEMES[bits].has_offsets:
+        _put_one(target, total * scale, place + group_count(inputs, bits))
 
 
 def _put_one(target: Memory, numbers: Floats, index: Count) -> None:
@@ -139,10 +140,14 @@ def _put_codes(target: Memory, shifted: Floats, bits: Bits) -> None:
     the upper byte is that of the code + 128."""
     builder = shifted.builder
     whole = builder.bitcast(shifted.value, _INTEGERS)
-    upper = builder.lshr(builder.add(whole, lane_numbers([128] * LANES)), lane_numbers([8] * LANES))
-    for codes, place in ((upper, 0), (whole, LANES_TOGETHER[bits])):
-        stored = builder.trunc(codes, ir.VectorType(CODE, LANES))
-        builder.store(stored, target.from_(place).value, align=4)
+    stored = [(whole, 0)]
+    if SCHEMES[bits].row_bytes == 2:
+        rounded = builder.add(whole, lane_numbers([128] * LANES))
+        upper = builder.lshr(rounded, lane_numbers([8] * LANES))
+        stored = [(upper, 0), (whole, LANES_OF_PART)]
+    for codes, place in stored:
+        bytes_of_codes = builder.trunc(codes, ir.VectorType(CODE, LANES))
+        builder.store(bytes_of_codes, target.from_(place).value, align=4)
 
 
 def panel_code(
@@ -199,23 +204,26 @@ def _vector_code(
     )
     of_rows = [block.from_(block_depth(inputs, bits) * row) for row in range(rows)]
     scales = panel.from_(code_lanes(inputs, bits) * width)
-    offsets = scales.from_(groups * width)
+    offsets, scheme = scales.from_(groups * width), SCHEMES[bits]
+    lanes_of_group = scheme.group // INPUTS_OF_LANE * scheme.row_bytes
+    row_scales = [row.from_(_scales_place(inputs, bits)) for row in of_rows]
     places = list(product(range(rows), range(vectors)))
     with code.sum_loop(0, groups, [code.zero()] * len(places)) as (group, totals):
-        weights = panel.from_(group * (code_lanes(GROUPS[bits], bits) * width))
-        begins = [_repeated(row, _sums_place(inputs, bits) + group) for row in of_rows]
-        codes = [row.from_(group * (2 * GROUPS[bits] // INPUTS_OF_LANE)) for row in of_rows]
+        weights = panel.from_(group * (code_lanes(scheme.group, bits) * width))
+        begins = [_repeated(row, _begins_place(inputs, bits) + group) for row in of_rows]
+        codes = [row.from_(group * lanes_of_group) for row in of_rows]
         parts = parts_of_group(inputs, group, bits)
         sums = _sums_of_group(code, codes, begins, weights, parts, vectors, bits)
         for at, (row, vector) in enumerate(places):
             place = group * width + vector * LANES
-            sum_of_row = of_rows[row].repeated(_sums_place(inputs, bits) + groups + group)
-            totals[at] = totals[at] + sums[at] * scales.vector(place)
-            totals[at] = totals[at] + sum_of_row * offsets.vector(place)
+            scale = row_scales[row].repeated(group)
+            totals[at] = totals[at] + sums[at] * scales.vector(place) * scale
+            if scheme.has_offsets:
+                scaled_sum = row_scales[row].repeated(groups + group)
+                totals[at] = totals[at] + scaled_sum * offsets.vector(place)
     for at, (row, vector) in enumerate(places):
-        scale = of_rows[row].repeated(_scale_place(inputs, bits))
         added = addend.vector(addend_stride * row + vector * LANES)
-        out.put(totals[at] * scale + added, out_stride * row + vector * LANES)
+        out.put(totals[at] + added, out_stride * row + vector * LANES)
     code.end()
     return code
 
@@ -232,7 +240,9 @@ def _sums_of_group(
     """The sums of one group, for each row and vector."""
     builder, share = code.builder, 8 // bits
     zero = Integers(builder, ir.Constant(_INTEGERS, None))
-    first = [each for begin in begins for each in ([zero] * vectors + [begin] * vectors)]
+    places_of_bytes = (0, LANES_OF_PART)[: SCHEMES[bits].row_bytes]
+    upper = [zero] * (vectors * (len(places_of_bytes) - 1))
+    first = [each for begin in begins for each in (*upper, *[begin] * vectors)]
     # Not unrolled: the compiler would load all weights of a group before the first product.
     with code.sum_loop(0, parts * LANES_OF_PART, first, step=2) as (lane, sums):
         for turn in range(2):
@@ -240,10 +250,12 @@ def _sums_of_group(
             start = weights.from_(lane // share * (vectors * LANES))
             loaded = [load(start, (at * vectors + v) * LANES, _BYTES) for v in range(vectors)]
             unsigned = [codes_of_half(builder, each, half, bits) for each in loaded]
-            for index, (row, byte) in enumerate(product(codes, (0, LANES_TOGETHER[bits]))):
+            for index, (row, byte) in enumerate(product(codes, places_of_bytes)):
                 x = _repeated(row, _code_place(lane, bits) + (turn + byte))
                 for vector, weight in enumerate(unsigned, start=index * vectors):
                     sums[vector] = plus_byte_dot(sums[vector], weight, x)
+    if len(places_of_bytes) == 1:
+        return [each.as_floats() for each in sums]
     rows = [sums[start : start + 2 * vectors] for start in range(0, len(sums), 2 * vectors)]
     pairs = [pair for row in rows for pair in zip(row[:vectors], row[vectors:], strict=True)]
     return [_joined(upper, lower) for upper, lower in pairs]
@@ -271,56 +283,57 @@ def _joined(upper: Integers, lower: Integers) -> Floats:
 
 
 def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Type) -> Function:
-    """Up to 16 rows, within `amx.tile_registers`:
+    """Up to 16 rows of int8, within `amx.tile_registers`:
     (block, rows, inputs, panel, addend, its stride, out, its stride)"""
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"tiles_{result}", types, lanes=LANES)
     block, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out, width = addend.of(element), out.of(result), vectors * LANES
-    groups, depth = group_count(inputs, 8), block_depth(inputs, 8)
-    space = code.builder.alloca(floats_type(LANES), size=2 * SUMS_SIZE // LANES)
-    passed, tiles = Memory(code.builder, space, LANES), amx.TileCode(code)
+    groups, depth, size = group_count(inputs, 8), block_depth(inputs, 8), ROWS * width
+    space = code.builder.alloca(floats_type(LANES), size=3 * size // LANES)
+    totals, passed = (Memory(code.builder, space, LANES).from_(first * size) for first in (0, 1))
+    tiles, columns = amx.TileCode(code), range(0, width, LANES)
     scales = panel.from_(code_lanes(inputs, 8) * width)
-    offsets = scales.from_(groups * width)
-    ahead = offsets.from_(groups * width)
+    ahead = scales.from_(groups * width)
+    with code.loop(0, size, step=LANES) as at:
+        totals.put(code.zero(), at)
 
-    def multiply(group: Count, column: Count, target: Count | int) -> None:
-        out = passed.from_(target)
-        _put_sums(code, tiles, block, panel.from_(column), width, inputs, group, out)
+    def multiply(group: Count) -> None:
+        target = passed.from_(group % 2 * size)
+        _put_sums(code, tiles, block, panel, width, inputs, group, target)
 
-    with code.loop(0, width, step=LANES) as column:
-        multiply(column * 0, column, 0)
-        with code.sum_loop(0, groups, [code.zero()] * ROWS) as (group, totals):
-            # Tiles multiply the next group while vectors add up this one.
-            with code.when((group + 1).compare("<", groups)):
-                multiply(group + 1, column, (group + 1) % 2 * SUMS_SIZE)
-            _fetch(code, ahead.from_(column), group, inputs, width)
-            factor = scales.vector(group * width + column)
-            offset = offsets.vector(group * width + column)
-            sums = passed.from_(group % 2 * SUMS_SIZE)
-            for at in range(ROWS):
-                upper, lower = (_integers(sums, place + at * LANES) for place in (0, ROWS * LANES))
-                place = depth * at + _sums_place(inputs, 8) + group
-                joined = _joined(upper, lower + _repeated(block, place))
-                totals[at] = totals[at] + joined * factor + block.repeated(place + groups) * offset
-        for at, total in enumerate(totals):
-            passed.put(total, at * LANES)
+    multiply(groups * 0)
+    with code.loop(0, groups) as group:
+        # Tiles multiply the next group while vectors scale this one.
+        with code.when((group + 1).compare("<", groups)):
+            multiply(group + 1)
+        _fetch(code, ahead, group, inputs, width)
+        factors = [scales.vector(group * width + column) for column in columns]
+        sums = passed.from_(group % 2 * size)
         with code.loop(0, rows) as row:
-            scale = block.repeated(row * depth + _scale_place(inputs, 8))
+            of_row, place = block.from_(row * depth), row * width
+            begin = _repeated(of_row, _begins_place(inputs, 8) + group)
+            scale = of_row.repeated(_scales_place(inputs, 8) + group)
+            for column, factor in zip(columns, factors, strict=True):
+                found = (_integers(sums, place + column) + begin).as_floats()
+                totals.put(totals.vector(place + column) + found * factor * scale, place + column)
+    with code.loop(0, rows) as row:
+        for column in columns:
             added = addend.vector(row * addend_stride + column)
-            out.put(passed.vector(row * LANES) * scale + added, row * out_stride + column)
+            out.put(totals.vector(row * width + column) + added, row * out_stride + column)
     code.end()
     return code
 
 
 def _fetch(code: Function, panel: Memory, group: Count, inputs: Count, width: int) -> None:
-    """Prefetches a group's weights, scales and offsets of the next panel."""
-    first = group * (GROUPS[8] // INPUTS_OF_LANE)
+    """Prefetches a group's weights and scales of the next panel."""
+    first = group * (SCHEMES[8].group // INPUTS_OF_LANE)
     with code.loop(0, parts_of_group(inputs, group, 8)) as part:
         for lane in range(LANES_OF_PART):
-            panel.prefetch((first + part * LANES_OF_PART + lane) * width, keep=2)
-    for place in (group, group_count(inputs, 8) + group):
-        panel.prefetch((inputs // INPUTS_OF_LANE + place) * width, keep=2)
+            for column in range(0, width, LANES):
+                panel.prefetch((first + part * LANES_OF_PART + lane) * width + column, keep=2)
+    for column in range(0, width, LANES):
+        panel.prefetch((inputs // INPUTS_OF_LANE + group) * width + column, keep=2)
 
 
 def _put_sums(
@@ -333,23 +346,22 @@ def _put_sums(
     group: Count,
     out: Memory,
 ) -> None:
-    """Stores a group's sums of upper bytes [rows, outputs], then those of lower bytes."""
-    depth = block_depth(inputs, 8)
-
-    for sums in _SUMS:
+    """Stores a group's sums [rows, outputs]. Registers of sums take turns, since a product waits
+    for the one before it in its register."""
+    columns, size = list(enumerate(range(0, width, LANES))), SCHEMES[8].group
+    for sums, _ in columns:
         tiles.zero(sums)
-    first = group * GROUPS[8]
-    with code.loop(first, (first + GROUPS[8]).at_most(inputs), step=INPUTS_OF_TILE) as start:
+    first = group * size
+    with code.loop(first, (first + size).at_most(inputs), step=INPUTS_OF_TILE) as start:
         lane = start // INPUTS_OF_LANE
-        codes = block.from_(_code_place(lane, 8))
-        tiles.load(_WEIGHTS, panel.from_(lane * width), 4 * width)
-        for sums, register, byte in zip(_SUMS, _X, (0, LANES_TOGETHER[8]), strict=True):
-            tiles.load(register, codes.from_(byte), depth * 4)
-            tiles.add_byte_products(sums, register, _WEIGHTS)
-    for index, sums in enumerate(_SUMS):
-        tiles.store(sums, out.from_(index * (ROWS * LANES)), amx.ROW_BYTES)
+        tiles.load(_X, block.from_(lane), block_depth(inputs, 8) * 4)
+        for sums, column in columns:
+            tiles.load(_WEIGHTS + sums, panel.from_(lane * width + column), 4 * width)
+            tiles.add_byte_products(sums, _X, _WEIGHTS + sums)
+    for sums, column in columns:
+        tiles.store(sums, out.from_(column), 4 * width)
 
 
-def _integers(memory: Memory, index: int) -> Integers:
+def _integers(memory: Memory, index: Count) -> Integers:
     loaded = memory.vector(index)
     return Integers(memory.builder, memory.builder.bitcast(loaded.value, _INTEGERS))

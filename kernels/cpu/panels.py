@@ -35,7 +35,7 @@ def host_tile(weight: Tensor | IntegerWeight, *, narrow: bool = False) -> Tile:
     """The tile that fills this CPU's registers."""
     registers, element = compiler.registers(), element_of(weight.dtype)
     if isinstance(weight, IntegerWeight):
-        return Tile(*integer_product.tile_sizes(), element, bits=weight.bits)
+        return Tile(*integer_product.tile_sizes(weight.bits), element, bits=weight.bits)
     if weight.dtype == torch.bfloat16 and weight.shape[1] % amx.INPUTS == 0 and compiler.has_amx():
         return Tile(amx.LANES, amx.ROWS, element, amx=True)
     rows = 4 if registers.number == AVX2.number else 8
@@ -48,6 +48,7 @@ class Panels:
     __slots__ = (
         "_addend",
         "_addresses",
+        "_balance",
         "_bias",
         "_count",
         "_inputs",
@@ -68,6 +69,7 @@ class Panels:
         if self._missing:
             weight = _padded(weight, self._missing)
             bias = None if bias is None else functional.pad(bias, (0, self._missing))
+        self._balance = weight.balance if isinstance(weight, IntegerWeight) else None
         self._outputs = outputs + self._missing
         self._panels = _packed(weight, self._tile)
         self._inputs = inputs
@@ -161,6 +163,7 @@ class Panels:
             self._inputs,
             norm.wide.data_ptr() if norm else None,
             norm.epsilon if norm else 0.0,
+            None if self._balance is None else self._balance.data_ptr(),
             blocks,
             self._panels.data_ptr(),
             self._outputs,

@@ -122,6 +122,7 @@ class ProductArguments(ctypes.Structure):
         ("inputs", ctypes.c_int64),
         ("norm", ctypes.c_void_p),  # float32 [inputs], the weight of an RMS norm of x; or null
         ("epsilon", ctypes.c_float),  # the norm's
+        ("balance", ctypes.c_void_p),  # float32 [inputs], powers of two that multiply x; or null
         ("blocks", ctypes.c_void_p),  # float32 [rows up to a multiple of a block, inputs], scratch
         ("panels", ctypes.c_void_p),  # [panels, inputs, panel]
         ("outputs", ctypes.c_int64),
@@ -243,7 +244,7 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
         for single in ((True,) if tile.few_rows == tile.rows else (True, False))
         for normed in (True, False)
     }
-    x, norm = given.memory("x", tile.element), given.memory("norm")
+    x, norm, balance = (given.memory(name) for name in ("x", "norm", "balance"))
     blocks, epsilon = given.memory("blocks", tile.block_element), given.field("epsilon")
     rows, inputs = given.count("rows"), given.count("inputs")
     blocks_of_rows = (rows + tile.rows - 1) // tile.rows
@@ -251,7 +252,8 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
         row = index * tile.rows
         left = (rows - row).at_most(tile.rows)
         block = blocks.from_(row * tile.block_depth(inputs))
-        at = (x.from_(row * inputs), left, inputs, norm, epsilon, block)
+        first = x.of(tile.element).from_(row * inputs)
+        at = (first, left, inputs, norm, epsilon, balance, block)
         for (single, normed), maker in makers.items():
             is_single = left.compare("<=" if single else ">", tile.few_rows)
             is_normed = norm.is_null("!=" if normed else "==")
@@ -261,15 +263,16 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
 
 
 def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
-    """Lays out one block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
+    """Lays out one block of x: (its first row, rows left, inputs, norm, epsilon, balance,
+    block)"""
     if tile.bits:
         kind = (tile.element, tile.bits)
         if compiler.has_byte_dot():
             return integer_rows.block_code(module, *kind, normed=normed)
         return integer_product.block_code(module, *kind, single=single, normed=normed)
     name = f"block{'_of_one' * single}{'_normed' * normed}"
-    code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
-    x, left, inputs, norm, epsilon, block = code.arguments
+    code = Function(module, name, [POINTER, COUNT, COUNT, *[POINTER] * 4])
+    x, left, inputs, norm, epsilon, _, block = code.arguments
     x = x.of(tile.element)
     # Lanes beyond the last row repeat it; no tile reads them.
     count = 1 if single else tile.rows
@@ -294,9 +297,9 @@ def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Func
 def _rows(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
     """As _block, in the layout that tile registers load."""
     name = f"rows{'_of_one' * single}{'_normed' * normed}"
-    types = [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER]
+    types = [POINTER, COUNT, COUNT, *[POINTER] * 4]
     code = Function(module, name, types, lanes=tile.lanes)
-    x, left, inputs, norm, epsilon, block = code.arguments
+    x, left, inputs, norm, epsilon, _, block = code.arguments
     x, block = x.of(tile.element), block.of(tile.element)
     with code.loop(0, 1 if single else left.at_most(tile.rows)) as row:
         source, target = x.from_(row * inputs), block.from_(row * amx.INPUTS)
