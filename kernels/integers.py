@@ -200,11 +200,15 @@ def rotate(x: Tensor, most: int) -> Tensor:
     and differences of numbers 1 apart, then of these 2 apart, and so on. Compiled code
     (kernels/cpu/integer_codes.py) gives the same bits."""
     block, distance = _block(x.shape[-1], most), 1
+    now = x.reshape(-1, block).t().contiguous()  # torch is fast in long rows
+    after = torch.empty_like(now)
     while distance < block:
-        low, high = x.view(*x.shape[:-1], -1, 2, distance).unbind(-2)
-        x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
-        distance *= 2
-    return x
+        low, high = now.view(-1, 2, distance, now.shape[1]).unbind(1)
+        total, difference = after.view(-1, 2, distance, now.shape[1]).unbind(1)
+        torch.add(low, high, out=total)
+        torch.sub(low, high, out=difference)
+        now, after, distance = after, now, distance * 2
+    return now.t().reshape(x.shape)
 
 
 def _block(size: int, most: int) -> int:

@@ -52,7 +52,7 @@ from baton.kernels.integers import SCHEMES, Bits
 
 LANES = 16
 ROWS = 16
-FEW_ROWS = 4
+FEW_ROWS = 5
 """Rows that vectors multiply at once, so that all sums stay in registers."""
 
 _WEIGHTS, _X = 3, 6
