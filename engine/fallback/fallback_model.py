@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from baton.core.errors import InvalidCheckpoint, UnsupportedModel
 from baton.engine.checkpoint import checkpoint_files
 from baton.engine.fallback.attention_interface import NAME, PagedStep, PassingCache, running
-from baton.engine.fallback.inspection import first_line, read_class
+from baton.engine.fallback.inspection import expect_no_padding, first_line, read_class
 from baton.engine.model_choice import FallbackArchitecture
 from baton.engine.runner import StepRunner
 from baton.engine.step import ChunkInputs
@@ -189,6 +189,7 @@ def load_fallback(
                 f"{architecture.class_name}: {problem.replace('_', ' ')}: {named[0]}"
                 f" ({len(named)} such tensors)"
             )
+    expect_no_padding(model)
     loaded = FallbackModel(model.eval().to(device), architecture)
     try:
         _check_model(loaded, dtype, device)

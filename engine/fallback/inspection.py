@@ -24,6 +24,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     DynamicCache,
+    PreTrainedModel,
 )
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
@@ -256,7 +257,20 @@ def _empty_model(config: Any, model_class: Any) -> Any:
     """The model on the meta device. Experts run as one product: other ways look at values."""
     config._experts_implementation = "batched_mm"
     model = model_class._from_config(config, attn_implementation=INSPECTION, dtype=torch.float32)
+    expect_no_padding(model)
     return model.eval()
+
+
+def expect_no_padding(model: Any) -> None:
+    """Ends the search for padding in the forward of classes such as GPT-2's. No row here is padded;
+    the search reads values, which a model on the meta device lacks, and a GPU is waited for."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _search_nothing
+
+
+def _search_nothing(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    pass
 
 
 def _check_numbering(model: nn.Module, name: str) -> None:

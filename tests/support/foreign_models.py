@@ -24,6 +24,7 @@ _EXPERTS: dict[str, object] = {
 FOREIGN_MODELS: dict[str, TinyModel] = {
     "gemma": TinyModel("gemma", _SHAPE | {"head_dim": 16}),
     "gpt2": TinyModel("gpt2", _SHAPE | {"n_inner": 96}),
+    "gpt2-padding": TinyModel("gpt2", _SHAPE | {"n_inner": 96, "pad_token_id": 0}),
     "gpt_bigcode": TinyModel("gpt_bigcode", _SHAPE),
     "gpt_neox": TinyModel("gpt_neox", _SHAPE),
     "opt": TinyModel("opt", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
