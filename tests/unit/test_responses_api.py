@@ -149,6 +149,8 @@ def test_tools_are_parsed_with_their_choice(choice: object, expected: object) ->
         ({"text": {"format": {"type": "grammar"}}}, "text", NotServed),
         ({"background": True}, "background", NotServed),
         ({"conversation": "c"}, "conversation", NotServed),
+        ({"prompt": {"id": "p"}}, "prompt", NotServed),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", NotServed),
         ({"truncation": "auto"}, "truncation", NotServed),
         ({"max_output_tokens": 0}, "max_output_tokens", InvalidRequest),
     ],
@@ -157,6 +159,8 @@ def test_a_wrong_field_is_refused_by_name(given: Json, field: str, error: type[B
     with pytest.raises(error) as refused:
         request(**given)
     assert refused.value.field == field
+    body = json.loads(error_response(refused.value, "id", "input", "/v1/responses").body)
+    assert body["error"]["param"] == field
 
 
 STARTED = pb.Started(request_id="id", prompt_tokens=7)

@@ -96,7 +96,7 @@ def error_response(
         message = _nearest(_PUBLIC, error) or redact(message)
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
     param = _RENAMED.get(error.field, error.field)
-    if error.field in _PROMPT_FIELDS:
+    if error.field in _PROMPT_FIELDS and not isinstance(error, NotServed):
         param = prompt_field
     code = "" if isinstance(error, SlowReader) else _nearest(_CODES, error)
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}

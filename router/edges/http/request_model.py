@@ -31,6 +31,7 @@ _FLAT = {"stop", "logit_bias", "prompt", "bad_words_ids"}
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than_equal", "float_type"}
 # Null is not the same as absent.
 _MEANINGFUL_NULLS = {"tool_choice"}
+_NOT_SERVED = "not_served"
 _SHOWN_CHARACTERS = 40
 DURATION = r"^[1-9]\d{0,5}[smhd]$"
 _DURATION = re.compile(DURATION)
@@ -66,7 +67,9 @@ class Unserved(NamedTuple):
     def check(self, name: str, value: object) -> None:
         # Compares types too, since 0 == False.
         if (type(value), value) not in ((type(item), item) for item in self.harmless):
-            raise NotServed(f"{name} is not served: {self.feature}", field=name)
+            raise PydanticCustomError(
+                _NOT_SERVED, "is not served: {feature}", {"name": name, "feature": self.feature}
+            )
 
     @property
     def schema(self) -> Json:
@@ -148,6 +151,9 @@ def invalid(message: str) -> PydanticCustomError:
 
 def _refusal(error: ErrorDetails) -> InvalidRequest:
     place, value = error["loc"], error["input"]
+    if error["type"] == _NOT_SERVED:  # of the object at `place`
+        path = _path((*place, error["ctx"]["name"]))
+        return NotServed(f"{path} {error['msg']}", field=path)
     if place and place[0] in _FLAT:
         place = place[:1]
     field = path = _path(place)
