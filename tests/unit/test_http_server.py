@@ -58,6 +58,7 @@ class ScriptedServing:
     ) -> None:
         self.activity = Activity(RouterConfig())
         self.active = 0
+        self.context = 64
         self.ended_by: list[str] = []
         self.adapters = AdapterNames("tiny")
         self.embedding_model = None
@@ -93,7 +94,7 @@ async def served(
 ) -> AsyncIterator[str]:
     """The address of a server in front of `serving`, which asks for the keys in a file."""
     membership = cast(
-        Membership, SimpleNamespace(context_length=lambda: 64, faults=lambda role: [])
+        Membership, SimpleNamespace(context_length=lambda: serving.context, faults=lambda role: [])
     )
     models = ServedModels()
     models.add(ServedModel("tiny", cast(Serving, serving), membership))
@@ -247,6 +248,14 @@ async def test_a_wrong_call_is_answered_with_what_is_right(
 async def test_a_slash_after_the_models_names_no_model() -> None:
     async with client_of(ScriptedServing()) as client:
         assert (await client.get("/v1/models/")).json() == (await client.get("/v1/models")).json()
+
+
+async def test_a_model_without_workers_states_no_context() -> None:
+    serving = ScriptedServing()
+    serving.context = 0
+    async with client_of(serving) as client:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+    assert model["max_model_len"] is None
 
 
 async def test_an_error_in_a_stream_is_an_event_that_ends_it() -> None:

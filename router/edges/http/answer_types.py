@@ -179,7 +179,7 @@ class ModelObject(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | None
     parent: NotRequired[str]
 
 
@@ -211,7 +211,7 @@ class RemovedAdapter(TypedDict):
 class TokenizeAnswer(TypedDict):
     tokens: list[int]
     count: int
-    max_model_len: int
+    max_model_len: int | None
     rendered: NotRequired[str]
 
 

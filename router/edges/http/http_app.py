@@ -229,7 +229,7 @@ class HttpApp:
         served = self._context.models.find(name)
         embedding = served.embedding_model
         embeds = embedding is not None and name == embedding.name
-        context = served.membership.context_length()
+        context = served.membership.context_length() or None  # no worker has said it yet
         model: Json = {
             "id": name,
             "object": "model",
@@ -272,7 +272,7 @@ class HttpApp:
         answer: Json = {
             "tokens": tokens,
             "count": len(tokens),
-            "max_model_len": model.membership.context_length(),
+            "max_model_len": model.membership.context_length() or None,
         }
         return json_response({**answer, "rendered": rendered} if rendered else answer)
 
