@@ -97,7 +97,8 @@ def grid(*left: str, right: Sequence[str] = (), gap: int = 2, **settings: Any) -
 
 
 def refresh(draw: Callable[[], RenderableType], seconds: float, *, screen: bool = False) -> None:
-    """Redraws until Ctrl-C. Errors are drawn too, since a router may come back."""
+    """Redraws until Ctrl-C; without a terminal, each frame is printed below the one before. Errors
+    are drawn too, since a router may come back."""
     from rich.live import Live
     from rich.text import Text
 
@@ -108,7 +109,10 @@ def refresh(draw: Callable[[], RenderableType], seconds: float, *, screen: bool 
                 frame = draw()
             except BatonError as error:
                 frame = Text(error.message, style="red")
-            live.update(frame, refresh=True)
+            if target.is_terminal:
+                live.update(frame, refresh=True)
+            else:  # where Live prints only the last frame, at the end
+                target.print(frame)
             time.sleep(seconds)
 
 

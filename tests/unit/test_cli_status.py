@@ -8,6 +8,7 @@ import pytest
 from command_line import Terminal, run
 from scripted_router import ScriptedRouter
 
+from baton.cli.terminal import refresh
 from baton.cli.views import PAGES_WIDTH, duration, page_bar, sparkline
 from baton.v1 import worker_pb2
 
@@ -107,6 +108,19 @@ def test_watch_shows_what_changes(terminal: Terminal, router: ScriptedRouter) ->
     terminal.wait_for("1235 finished")
     terminal.press_control_c()
     assert terminal.process.wait(10) == 130
+
+
+def test_without_a_terminal_every_frame_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    frames = iter(["first", "second"])
+
+    def draw() -> str:
+        if frame := next(frames, None):
+            return frame
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        refresh(draw, 0)
+    assert capsys.readouterr().out.split() == ["first", "second"]
 
 
 @pytest.mark.parametrize(
