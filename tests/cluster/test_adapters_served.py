@@ -29,10 +29,16 @@ SETTINGS: list[dict[str, object]] = [
     {"r": 5, "target_modules": ["gate_proj", "down_proj"], "layers_to_transform": [0, 2]},
     {"r": 3, "target_modules": ["k_proj", "up_proj"], "rank_pattern": {"up_proj": 9}},
     {"r": 40, "lora_alpha": 20, "target_modules": ["o_proj"]},
+    {"r": 2, "target_modules": ["down_proj"]},
+    {"r": 12, "lora_alpha": 30, "target_modules": ["q_proj", "gate_proj"]},
+    {"r": 7, "target_modules": ["v_proj", "up_proj"], "use_rslora": True},
+    {"r": 24, "target_modules": ["k_proj", "o_proj"], "layers_to_transform": [1]},
+    {"r": 9, "target_modules": ALL, "layers_to_transform": [2]},
+    {"r": 64, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj"]},
 ]
 ANSWER = 16
-SLOTS = 3
-"""Fewer than adapters: some are dropped and loaded again."""
+SLOTS = 10
+"""Of a worker, fewer than adapters: some are dropped and loaded again."""
 
 
 class Saved:
@@ -61,7 +67,7 @@ class Served:
             "page_size": 4,
             "cache": {"responses": "exact"},
             "prefill": {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1},
-            "decode": {"kv_memory": "4MiB", "max_batch": 8, "threads": 1},
+            "decode": {"kv_memory": "4MiB", "max_batch": 16, "threads": 1},
             **changes,
         }
         self.cluster = ProcessCluster(saved.folder / "model", folder, decode=decode, tree=tree)
@@ -106,7 +112,7 @@ def prompt(seed: int, length: int = 30) -> list[int]:
 
 
 def test_one_prompt_under_every_name_at_once(served: Served) -> None:
-    """Pages of one are not another's; with three places, six adapters take turns."""
+    """Up to ten adapters and the base share a step. Pages of one are not another's."""
     answers = served.check([(model, prompt(1)) for model in served.models])
     assert len({tuple(answer) for answer in answers}) >= len(answers) - 1
     served.cluster.wait_idle()
@@ -160,11 +166,11 @@ def test_names(served: Served) -> None:
         body = {"model": "a1", "prompt": prompt(1), "max_tokens": 3, "temperature": 0}
         answer = http.post("/completions", json=body).json()
         assert answer["model"] == "a1"
-        unknown = http.post("/completions", json={**body, "model": "a9"})
+        unknown = http.post("/completions", json={**body, "model": "a99"})
         assert unknown.status_code == 404
         assert "'model', 'a0', 'a1'" in unknown.json()["error"]["message"]
         with pytest.raises(UnknownModel, match="'a9'"):
-            client.generate(prompt(1), model="a9")
+            client.generate(prompt(1), model="a99")
 
 
 def test_adapters_come_and_go(served: Served) -> None:
@@ -256,10 +262,12 @@ def decode_workers(served: Served, model: str) -> set[str]:
 
 
 def test_answers_continue_after_a_lost_worker(saved: Saved, tmp_path: Path) -> None:
-    """Prefill has two ranks; pages are in files, too."""
+    """Prefill has two ranks; pages are in files, too; only the first three adapters are loaded when
+    a worker starts."""
     cache = {"files": str(tmp_path / "files")}
     prefill = {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1, "tensor_parallel": 2}
-    served = Served(saved, tmp_path, decode=2, cache=cache, prefill=prefill, speculation="off")
+    changes = {"cache": cache, "prefill": prefill, "speculation": "off", "adapter_slots": 3}
+    served = Served(saved, tmp_path, decode=2, **changes)
     asked = [(name, prompt(80 + place, 24)) for place, name in enumerate(served.models)]
     with served.cluster as cluster:
         assert len(decode_workers(served, "a4")) == 1, "the one that has loaded it"
