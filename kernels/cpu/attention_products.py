@@ -24,22 +24,25 @@ from baton.kernels.cpu.attention_shape import (
     Heads,
     Step,
     clamped_places,
+    prefetch_key,
     prefetch_value,
 )
-from baton.kernels.cpu.ir_builder import COUNT, LINE, POINTER, Count, Function, Memory
+from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
     BFLOAT16,
     FLOAT,
     QUAD,
     Floats,
     paired,
-    size_of,
     totals,
     transposed,
 )
 
 SUMS = 4
 """Number of tile registers for sums."""
+
+TOKENS_AHEAD = 16
+"""How many tokens ahead a single query's keys are prefetched into the L1 cache."""
 
 
 class VectorProducts:
@@ -122,6 +125,9 @@ class VectorProducts:
             at = [keys.from_(places.count((first + each).at_most(last))) for each in range(QUAD)]
             for key in at:
                 prefetch_value(shape, key)
+            if rows <= shape.group:  # more rows would prefetch the same keys again and again
+                for each in range(TOKENS_AHEAD, TOKENS_AHEAD + QUAD):
+                    prefetch_key(shape, keys.from_(places.count((first + each).at_most(last))))
             zeros = [code.zero()] * (rows * QUAD)
             with code.sum_loop(0, shape.head_dim, zeros, step=shape.lanes) as (dim, sums):
                 self._add_products(query, at, dim, rows, sums)
@@ -322,9 +328,7 @@ def products_of(module: ir.Module, shape: Heads) -> VectorProducts | TileProduct
 def prefetch_keys(code: Function, shape: Heads, split: ContextSplit) -> None:
     """Prefetches the keys of all tokens, which only a few rows read."""
     with code.loop(0, split.tokens) as token:
-        key = split.keys.from_(split.places.count(token))
-        for start in range(0, shape.head_dim, LINE // size_of(shape.stored)):
-            key.prefetch(start, keep=2)
+        prefetch_key(shape, split.keys.from_(split.places.count(token)), keep=2)
 
 
 def _pairs(numbers: Memory) -> Floats:

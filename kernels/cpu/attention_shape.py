@@ -159,9 +159,15 @@ class Step:
     tokens: Count
 
 
+def prefetch_key(shape: Heads, key: Memory, keep: int = 3) -> None:
+    """Into L1, or with `keep` 2 into L2. A head's keys are too far apart for the hardware's
+    prefetcher."""
+    for start in range(0, shape.head_dim, LINE // size_of(shape.stored)):
+        key.prefetch(start, keep)
+
+
 def prefetch_value(shape: Heads, key: Memory) -> None:
-    """Prefetches the value of a key's token for the weighted sum: rows are too far apart for the
-    hardware's prefetcher."""
+    """The value of a key's token, for the weighted sum."""
     line = LINE // size_of(shape.stored)
     for start in range(0, shape.value_dim if shape.value_offset else 0, line):
         key.prefetch(shape.value_offset + start)
