@@ -29,6 +29,7 @@ from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config, with_device_defaults
 from baton.core.errors import BatonError, InvalidConfig
+from baton.core.host_memory import available_bytes
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -199,17 +200,10 @@ def check_memory(config: Config, device: str) -> Check:
 
 def _free_bytes(device: str) -> int:
     if device == "cpu":
-        return _available_bytes(Path("/proc/meminfo").read_text())
+        return available_bytes()
     import torch
 
     return int(torch.cuda.mem_get_info()[0])
-
-
-def _available_bytes(meminfo: str) -> int:
-    """Memory that processes can still allocate: free memory and the page cache, which Linux gives
-    back."""
-    fields = dict(line.split(":", 1) for line in meminfo.splitlines())
-    return int(fields["MemAvailable"].split()[0]) << 10
 
 
 def check_model(config: Config) -> Check:

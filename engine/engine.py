@@ -25,6 +25,7 @@ from baton.core.types import Adapter, Work
 from baton.engine.adapter_pool import AdapterPool
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
+from baton.engine.empty_pages import check_memory_left, empty_pages
 from baton.engine.encoder import Encoder
 from baton.engine.gpu.device import GpuSettings, check_codes, confine, memory_left
 from baton.engine.gpu.upload import Upload
@@ -43,7 +44,6 @@ from baton.engine.model_choice import (
     part_of,
     read_model,
     served_context,
-    stored_shape,
 )
 from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
@@ -56,7 +56,6 @@ from baton.engine.tensor_parallel import Group
 from baton.engine.weight_codes import PACKED
 from baton.engine.weights import load_model
 from baton.kernels.cpu import compiler
-from baton.kernels.fp8 import FP8
 from baton.kernels.integers import SCHEMES
 from baton.kernels.linear import WeightCodes
 from baton.kernels.low_rank import AdapterProducts
@@ -157,11 +156,13 @@ class Engine:
         kind = _dtype(dtype)
         check_quantization(quantization, architecture, device, str(kind).removeprefix("torch."))
         accept_kv_dtype(kv_dtype, architecture, device)
-        empty = partial(_empty_pages, part, page_size, kind, kv_dtype, device)
+        empty = partial(empty_pages, part, page_size, kind, kv_dtype, device)
         page_bytes = empty(1, "meta").nbytes * split.size
         least = page_bytes * len(architecture.slices.windows)
         if kv_memory or device == "cpu":
             _check_holds_a_page(kv_memory, least)
+        if device == "cpu":
+            check_memory_left(kv_memory)
         if gpu.share < 1 and device != "cpu":
             confine(gpu.share, device)
         if device != "cpu":
@@ -363,27 +364,6 @@ def fingerprint(
         shape["quantized"] = [quantization, ranks, *scheme]
     files = b"random" if random_weights else digest_files(checkpoint_files(folder))
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode() + files).hexdigest()
-
-
-def _empty_pages(
-    architecture: AnyArchitecture,
-    page_size: int,
-    dtype: torch.dtype,
-    kv_dtype: KvDtype,
-    device: str,
-    pages: int,
-    where: str,
-) -> Tensor:
-    """Pages in the layout for `device`, allocated on `where`: there, or on "meta" (no memory)."""
-    if page_size < 1:
-        raise InvalidConfig(f"a page holds at least 1 token, not {page_size}", field="page_size")
-    shape = stored_shape(architecture.pages_shape(pages, page_size), kv_dtype, device)
-    return torch.zeros(shape, dtype=stored_dtype(kv_dtype, dtype), device=where)
-
-
-def stored_dtype(kv_dtype: KvDtype, model: torch.dtype) -> torch.dtype:
-    """The dtype of pages, for a model that computes in dtype `model`."""
-    return {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}.get(kv_dtype, model)
 
 
 def _check_holds_a_page(kv_memory: int, page_bytes: int) -> None:

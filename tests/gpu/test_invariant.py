@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import parse_architecture
-from baton.engine.engine import stored_dtype
+from baton.engine.empty_pages import stored_dtype
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model

@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 from baton.engine.architecture import Architecture, parse_architecture, read_architecture
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.engine import stored_dtype
+from baton.engine.empty_pages import stored_dtype
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.batch import Ints
 from baton.engine.gpu.device import AdapterRoom

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from baton.engine.architecture import Split, read_architecture
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.engine import Engine, stored_dtype
+from baton.engine.empty_pages import stored_dtype
+from baton.engine.engine import Engine
 from baton.engine.gpu import graphs
 from baton.engine.gpu import runner as gpu_runners
 from baton.engine.gpu.adapter_slots import AdapterSlots

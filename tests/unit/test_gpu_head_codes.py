@@ -17,7 +17,7 @@ from torch.nn import functional
 from baton.core.types import Sampling
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.engine import stored_dtype
+from baton.engine.empty_pages import stored_dtype
 from baton.engine.model_choice import KvDtype, stored_shape
 from baton.engine.runner import Runner
 from baton.engine.weights import load_model

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.engine import stored_dtype
+from baton.engine.empty_pages import stored_dtype
 from baton.engine.model import Model
 from baton.engine.model_choice import KvDtype, stored_shape
 from baton.engine.rope import Rope
