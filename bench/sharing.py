@@ -36,7 +36,6 @@ STREAM_PROMPT = 512
 PROMPT_ANSWER = 8
 SETTLE_SECONDS = 1.0
 BURST = 6
-WAYS = ["colocated:512", "colocated:2048", "sliced", "50", "60", "70"]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,10 @@ def lanes_for(head_dim: int, registers: Registers) -> int:
 PASSES = {"loop_unrolling": False, "loop_vectorization": False, "slp_vectorization": False}
 LEVEL = 3
 
+FEW_ROWS = 8
+"""Up to this many rows of a short operation one thread is faster: it ends before another could
+start."""
+
 
 class Library:
     """Machine code of the module that `write(*parameters)` returns. `write` must depend on nothing

@@ -15,9 +15,6 @@ from baton.kernels.cpu.ir_builder import POINTER, Arguments, Count, Function, Me
 from baton.kernels.cpu.vectors import FLOAT, Floats, element_of, rounded
 from baton.kernels.linear import RMSNorm
 
-FEW_ROWS = 8
-"""Up to this many rows one thread is faster: it ends before another could start."""
-
 
 class NormArguments(ctypes.Structure):
     """Arguments of the compiled function."""
@@ -50,7 +47,7 @@ def add_normed(residual: Tensor, x: Tensor, norm: RMSNorm) -> Tensor:
     )
     lanes = compiler.lanes_for(size, compiler.registers())
     address = _library(lanes, element_of(x.dtype)).address("add_normed")
-    compiler.run(address, arguments, alone=rows <= FEW_ROWS)
+    compiler.run(address, arguments, alone=rows <= compiler.FEW_ROWS)
     return out
 
 

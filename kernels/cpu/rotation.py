@@ -81,11 +81,7 @@ def rotate_and_write(
     arguments.tokens, arguments.places = tokens.data_ptr(), places.data_ptr()
     arguments.token_numbers = tokens.shape[1]
     address = compiled_rotation(cache.lanes, qkv.dtype, tokens.dtype, cache.kv.shape[1])
-    compiler.run(address, arguments, alone=rows <= FEW_ROWS)
-
-
-FEW_ROWS = 8
-"""Up to this many rows one thread is faster: it ends before another could start."""
+    compiler.run(address, arguments, alone=rows <= compiler.FEW_ROWS)
 
 
 @functools.cache

@@ -52,10 +52,10 @@ class Host:
         self.subnet = f"10.77.{number}"
         self.address = f"{self.subnet}.2"
         # Where the kernel supports it, TCP retries every second, so a mended network is soon used.
-        hurry = "(echo 1000 > /proc/sys/net/ipv4/tcp_rto_max_ms) 2> /dev/null"
+        retry = "(echo 1000 > /proc/sys/net/ipv4/tcp_rto_max_ms) 2> /dev/null"
         # The processes of a host see its interfaces, and no others, in /sys.
         show = "mount -t sysfs sysfs /sys && echo ready && exec sleep infinity"
-        command = ["unshare", "--net", "--mount", "sh", "-c", f"{hurry}; {show}"]
+        command = ["unshare", "--net", "--mount", "sh", "-c", f"{retry}; {show}"]
         self._holder = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"ready\n"
