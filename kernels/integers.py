@@ -61,6 +61,12 @@ units more often. int4 is not rotated: a model that was published in 4 bits keep
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Parts of the range of a group's numbers that int4 tries as its own range."""
 
+POWERS = (-126, 127)
+"""The powers of two that are normal numbers in float32."""
+
+OUTPUTS_AT_ONCE = 64
+"""Outputs widened to float64 by one torch operation: few enough for caches."""
+
 GROUPS_AT_ONCE = 32_768
 """Groups quantized by one torch operation: enough to amortize its cost, few enough for caches."""
 
@@ -104,9 +110,13 @@ def quantize_to_int8(weight: Tensor) -> IntegerWeight:
 
 
 def _sizes(weight: Tensor) -> Tensor:
-    """The root mean square of each input's numbers, rounded to a power of two."""
-    squares = weight.float().square().mean(dim=0)
-    return torch.where(squares > 0, squares.log2().div(2).round().exp2(), 1.0)
+    """The root mean square of each input's numbers, rounded to a power of two. Squares and sums are
+    in float64, where none is too large or too small."""
+    squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for some in torch.split(weight, OUTPUTS_AT_ONCE):
+        squares += some.double().square().sum(dim=0) / len(weight)
+    powers = squares.log2().div(2).round().clamp(*POWERS)
+    return torch.where(squares > 0, powers.exp2(), 1.0).float()
 
 
 def quantize_to_int4(weight: Tensor) -> IntegerWeight:

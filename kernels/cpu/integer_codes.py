@@ -63,9 +63,10 @@ def factor_and_scale(
     """The factor that turns `count` numbers into codes up to `most`, and the scale that turns codes
     back into numbers."""
     with code.sum_loop(0, count, [code.zero()], step=code.lanes) as (at, peaks):
-        peaks[0] = peaks[0].or_greater(numbers(at).magnitude())
+        peaks[0] = peaks[0].or_greater_magnitude(numbers(at).magnitude())
     # Four lanes take less time to divide than sixteen.
-    peak = peaks[0].greatest().at_least(LEAST_PEAK).arranged(peaks[0], [0] * QUAD)
+    peak = peaks[0].greatest_magnitude().or_greater_magnitude(LEAST_PEAK)
+    peak = peak.arranged(peaks[0], [0] * QUAD)
     greatest = constant(code.builder, most, QUAD)
     return (greatest / peak).spread(code.lanes), (peak / greatest).spread(code.lanes)
 

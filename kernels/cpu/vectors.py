@@ -80,6 +80,13 @@ class Floats:
         """As at_least for numbers that are not NaN: on x86_64 one instruction instead of three."""
         return self._call("maxnum", self, other, fastmath=("nnan", "nsz"))
 
+    def or_greater_magnitude(self, other: Floats | float) -> Floats:
+        """The greater of numbers without signs; NaN is greater than any."""
+        builder, kind = self.builder, ir.VectorType(LANE, self.lanes)
+        bits = [builder.bitcast(each.value, kind) for each in (self, self._same(other))]
+        greater = declare(builder.module, f"llvm.umax.v{self.lanes}i32", kind, [kind, kind])
+        return Floats(builder, builder.bitcast(builder.call(greater, bits), self.value.type))
+
     def at_most(self, other: Floats | float) -> Floats:
         return self._call("minnum", self, self._same(other))
 
@@ -110,6 +117,10 @@ class Floats:
     def greatest(self) -> Floats:
         """The largest of all lanes, in all lanes."""
         return self._folded(Floats.or_greater)
+
+    def greatest_magnitude(self) -> Floats:
+        """As `greatest`, by or_greater_magnitude."""
+        return self._folded(Floats.or_greater_magnitude)
 
     def _folded(self, combine: Callable[[Floats, Floats], Floats]) -> Floats:
         folded, distance = self, 1

@@ -85,6 +85,20 @@ def test_the_greatest_number_of_a_rotated_group_has_the_greatest_code() -> None:
     assert (127 * 64 * found.scales).tolist() == [pytest.approx([1, 1])]
 
 
+@pytest.mark.parametrize("size", [3e38, 1e30, 1e-30, 1e-44])
+def test_inputs_of_any_size_are_balanced(size: float) -> None:
+    weight = torch.randn(100, 128)
+    plain = quantize_to_int8(weight)
+    weight[:, 7] = size
+    found = quantize_to_int8(weight)
+    assert found.balance is not None
+    assert plain.balance is not None
+    assert 0.5 <= found.balance[7] / max(size, 2.0**-126) <= 2
+    assert found.balance[8:].equal(plain.balance[8:])
+    assert bool(found.scales.isfinite().all())
+    assert (127 * found.scales.amax()) < 64
+
+
 @pytest.mark.parametrize("size", [1, 6, 32, 96, 576, 608])
 def test_rows_are_rotated_by_a_hadamard_matrix(size: int) -> None:
     x, block = torch.randn(5, size), block_of(size)
@@ -161,6 +175,22 @@ def test_compiled_products_have_the_bits_of_torchs(
         x[-1] *= 0
         assert torch.equal(packed(x), plain(x))
         assert torch.equal(packed.add_to(residual, x), plain.add_to(residual, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_gives_no_finite_result(number: float, kind: WeightCodes) -> None:
+    """So that a broken model ends in an error, not in tokens."""
+    linear = Linear(torch.randn(40, 608))
+    linear.quantize(kind)
+    linear.pack()
+    x = torch.randn(len(ROWS), 608)
+    plain = linear(x)
+    for row in range(1, len(ROWS)):
+        x[row, row * 75] = number
+    found = linear(x)
+    assert torch.equal(found[0], plain[0])
+    assert not found[1:].isfinite().any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
