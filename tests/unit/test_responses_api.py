@@ -311,6 +311,29 @@ def test_a_stored_response_is_followed_by_its_owner() -> None:
             use("me", made.id)
 
 
+def test_a_reference_stands_for_an_item_of_a_stored_response() -> None:
+    store, made = ResponseStore(), renderer()
+    store.run("me", made)
+    output = whole(CALLED, made)["output"]
+    references = [{"type": "item_reference", "id": item["id"]} for item in output]  # type: ignore[index, union-attr]
+
+    def messages(owner: str, *items: Json) -> tuple[Message, ...]:
+        body = ResponsesRequest.parse({"input": [*items]})
+        return body.resolved(lambda name: store.item(owner, name)).chat_prompt(()).messages
+
+    hello, again = ({"role": "user", "content": text} for text in ("Hello", "Again"))
+    expected = (*store.conversation("me", made.id), Message("user", "Again"))
+    assert messages("me", hello, *references, again) == expected
+    for name in ("", "msg_1", made.id, f"{references[0]['id']}0"):
+        with pytest.raises(UnknownRequest) as refused:
+            messages("me", {"type": "item_reference", "id": name})
+        assert refused.value.field == "input"
+    with pytest.raises(UnknownRequest):
+        messages("you", references[0])
+    with pytest.raises(InvalidRequest, match="twice"):
+        messages("me", *references, references[0])
+
+
 async def test_a_running_response_is_cancelled() -> None:
     store, made, events = ResponseStore(), renderer(), ClientBuffer(10)
     store.run("me", made)

@@ -120,10 +120,13 @@ class GenerationEndpoint(Generic[Body]):
     def _parse(
         self, content: Json, request_id: str, caller: Caller
     ) -> tuple[Body, tuple[Request, ...], ServedModel]:
-        body = self._renderer.body_model.parse(content)
+        body = self._read(content, caller)
         model = self._context.find(body.model, caller)
         requests = body.requests(request_id, model.defaults)
         return body, tuple(model.addressed(each, body.model) for each in requests), model
+
+    def _read(self, content: Json, caller: Caller) -> Body:
+        return self._renderer.body_model.parse(content)
 
     def _render(
         self, body: Body, requests: Sequence[Request], caller: Caller

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from starlette.requests import Request as HttpRequest
@@ -18,7 +18,7 @@ from baton.router.edges.auth import Caller
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.endpoint import GenerationEndpoint, json_response
 from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
-from baton.router.edges.http.responses.responses_request import ResponsesRequest
+from baton.router.edges.http.responses.responses_request import AssistantItem, ResponsesRequest
 from baton.router.served_models import ServedModel
 
 STORED_CHARACTERS = 64 * 2**20
@@ -32,6 +32,7 @@ _OVERHEAD = 1024
 class StoredResponse:
     body: bytes
     conversation: tuple[Message, ...]  # history, input and output
+    items: Mapping[str, AssistantItem] = field(default_factory=dict)  # the output's, by id
 
     @property
     def size(self) -> int:
@@ -71,6 +72,19 @@ class ResponseStore:
     def conversation(self, owner: str, response_id: str) -> tuple[Message, ...]:
         return self._find(owner, response_id, "previous_response_id").conversation
 
+    def item(self, owner: str, item_id: str) -> AssistantItem:
+        """The item of a stored response, whose number is part of the item's id."""
+        number = item_id.partition("_")[2].rpartition("_")[0]
+        key = owner, f"resp_{number}"
+        stored = self._stored.get(key)
+        if stored is None or item_id not in stored.items:
+            raise UnknownRequest(
+                f"there is no item {item_id!r} in this router's memory; send the item itself",
+                field="input",
+            )
+        self._stored.move_to_end(key)
+        return stored.items[item_id]
+
     def body(self, owner: str, response_id: str) -> bytes:
         running = self._running.get((owner, response_id))
         return running.current() if running else self._find(owner, response_id).body
@@ -106,6 +120,10 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     def __init__(self, context: EdgeContext) -> None:
         super().__init__(ResponsesRenderer, context)
         self._store = ResponseStore()
+
+    def _read(self, content: Json, caller: Caller) -> ResponsesRequest:
+        body = super()._read(content, caller)
+        return body.resolved(lambda item_id: self._store.item(caller.key.name, item_id))
 
     def _parse(
         self, content: Json, request_id: str, caller: Caller

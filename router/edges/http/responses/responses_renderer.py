@@ -21,7 +21,14 @@ from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import ResponseCacheUsage
 from baton.router.edges.http.block_renderer import Block, BlockKind, BlockRenderer, server_event
-from baton.router.edges.http.responses.responses_request import ResponsesRequest, TextFormat
+from baton.router.edges.http.responses.responses_request import (
+    AssistantItem,
+    CallItem,
+    MessageItem,
+    ReasoningItem,
+    ResponsesRequest,
+    TextFormat,
+)
 from baton.v1 import inference_pb2 as pb
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -33,6 +40,11 @@ _DELTAS: dict[BlockKind, str] = {
     "text": "response.output_text",
     "call": "response.function_call_arguments",
 }
+
+
+OnEnd = Callable[[bytes, tuple[Message, ...], dict[str, AssistantItem]], None]
+"""Called at the end with the response, the conversation up to and including it, and the response's
+items by id."""
 
 
 class OutputPart(TypedDict):
@@ -140,8 +152,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         self._events = 0
         self._error: ResponseErrorObject | None = None
         self._cancelled = False
-        # Called at the end with the response and the conversation up to and including it.
-        self.on_end: Callable[[bytes, tuple[Message, ...]], None] | None = None
+        self.on_end: OnEnd | None = None
         self._buffer: weakref.ref[ClientBuffer] | None = None
 
     def began(self, events: ClientBuffer) -> None:
@@ -161,7 +172,8 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
     def whole(self) -> bytes:
         body = self.current()
         if self.on_end:
-            self.on_end(body, (*self._conversation, self._output_message()))
+            items = {self._item_id(each): _as_input(each) for each in self._blocks}
+            self.on_end(body, (*self._conversation, self._output_message()), items)
         return body
 
     def _output_message(self) -> Message:
@@ -333,6 +345,17 @@ def _part(block: Block, text: str) -> OutputPart:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _as_input(block: Block) -> AssistantItem:
+    """Not validated, since an answer may be longer than a field of a request."""
+    if block.kind == "call":
+        call = block.call
+        return CallItem.model_construct(call_id=call.id, name=call.name, arguments=block.text)
+    if block.kind == "reasoning":
+        part = {"type": "reasoning_text", "text": block.text}
+        return ReasoningItem.model_construct(content=[part])
+    return MessageItem.model_construct(role="assistant", content=block.text)
 
 
 def _extras(block: Block) -> dict[str, object]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from baton.core import bounds
+from baton.core.errors import InvalidRequest
 from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
 from baton.router.edges.http.chat_request import (
@@ -23,6 +24,7 @@ from baton.router.edges.http.chat_request import (
     template_kwargs,
 )
 from baton.router.edges.http.generation_request import (
+    MAX_PROMPT_CHARACTERS,
     GenerationRequest,
     PromptText,
     ShortText,
@@ -78,12 +80,22 @@ class ReasoningItem(StrictModel):
     summary: ItemParts | None = None
 
 
+class ItemReference(StrictModel):
+    """Stands for an item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: ShortText
+
+
+AssistantItem = MessageItem | CallItem | ReasoningItem
+_ITEM_TYPES = "message", "function_call", "function_call_output", "reasoning", "item_reference"
 InputItem = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[CallOutputItem, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
-    Discriminator(tag_by_type("message", "function_call", "function_call_output", "reasoning")),
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")],
+    Discriminator(tag_by_type(*_ITEM_TYPES)),
 ]
 
 
@@ -116,10 +128,24 @@ def _messages(items: Iterable[InputItem], names: dict[str, str]) -> Iterator[Mes
             case MessageItem() if item.role == "assistant" and not turn.calls:
                 turn.texts.append(joined(item.content))
             case _:
+                assert not isinstance(item, ItemReference)  # ResponsesRequest.resolved()
                 yield from turn.messages()
                 turn = _Turn()
                 yield _message(item, names)
     yield from turn.messages()
+
+
+def _size(item: InputItem) -> int:
+    match item:
+        case MessageItem():
+            return len(joined(item.content))
+        case CallItem():
+            return len(item.arguments)
+        case CallOutputItem():
+            return len(joined(item.output))
+        case ReasoningItem():
+            return len(joined(item.content or item.summary))
+    return 0
 
 
 def _message(item: MessageItem | CallOutputItem, names: dict[str, str]) -> Message:
@@ -285,6 +311,20 @@ class ResponsesRequest(GenerationRequest):
         else:
             mode = choice
         return choose_tools(chat, [each.tool() for each, _ in self._functions()], mode, allowed)
+
+    def resolved(self, find: Callable[[str], AssistantItem]) -> Self:
+        """Replaces references by the items that they stand for."""
+        names = [item.id for item in self.input if isinstance(item, ItemReference)]
+        if not names:
+            return self
+        if len(set(names)) < len(names):
+            raise InvalidRequest("input must not refer to an item twice", field="input")
+        items = [find(item.id) if isinstance(item, ItemReference) else item for item in self.input]
+        if sum(map(_size, items)) > MAX_PROMPT_CHARACTERS:
+            raise InvalidRequest(
+                f"input must have at most {MAX_PROMPT_CHARACTERS} characters", field="input"
+            )
+        return self.model_copy(update={"input": items})
 
     @property
     def namespaces(self) -> dict[str, str]:
