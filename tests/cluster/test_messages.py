@@ -26,7 +26,9 @@ def http(idle: ProcessCluster) -> Iterator[httpx.Client]:
 
 
 def test_a_message_is_answered_as_a_chat_is(http: httpx.Client) -> None:
-    message = http.post("/v1/messages?beta=true", json=ASKED).json()
+    answered = http.post("/v1/messages?beta=true", json=ASKED)
+    message = answered.json()
+    assert answered.headers["request-id"] == message["id"]
     assert message["content"] == [{"type": "text", "text": ANSWER}]
     chat = http.post("/v1/chat/completions", json=ASKED).json()
     assert chat["choices"][0]["message"]["content"] == ANSWER

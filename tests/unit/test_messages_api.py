@@ -246,6 +246,7 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
         InvalidRequest,
     ),
     ({"mcp_servers": [{}]}, "mcp_servers", NotServed),
+    ({"thread": {"type": "create"}}, "thread", NotServed),
     ({"stop_sequences": [""]}, "stop_sequences[0]", InvalidRequest),
 ]
 
@@ -407,3 +408,14 @@ def test_errors_have_the_apis_shape(error: BatonError, status: int, kind: str) -
     assert body["request_id"] == response.headers["request-id"] == "id"
     assert "secret" not in body["error"]["message"]
     assert (response.headers.get("retry-after") == "2") == bool(error.retry_after)
+
+
+def test_a_refused_thread_tells_sdks_to_send_the_whole_conversation() -> None:
+    with pytest.raises(NotServed) as refused:
+        request(thread={"type": "continue", "previous_message_id": "msg_1"})
+    body = json.loads(bytes(error_response(refused.value, "id", "messages", "/v1/messages").body))
+    check(body, "MessagesErrorBody")
+    assert body["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }

@@ -163,9 +163,15 @@ class ErrorBody(TypedDict):
     error: ErrorObject
 
 
+class MessagesErrorDetails(TypedDict):
+    error_code: str
+    unsupported: list[str]
+
+
 class MessagesErrorObject(TypedDict):
     type: str
     message: str
+    details: NotRequired[MessagesErrorDetails]
 
 
 class MessagesErrorBody(TypedDict):

@@ -30,7 +30,7 @@ from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.edge_context import EdgeContext, ParsedCall, complete_call
 from baton.router.edges.http.answer_renderer import AnswerRenderer, Body, encode
 from baton.router.edges.http.body import parse_body
-from baton.router.edges.http.http_errors import error_response
+from baton.router.edges.http.http_errors import error_response, request_id_headers
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import CACHE_HEADER
@@ -63,7 +63,7 @@ def catch_errors(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
             response = await endpoint(http)
         except Exception as error:  # noqa: BLE001 the edge of the process
             return error_response(error, request_id, prompt_field, http.url.path)
-        response.headers["x-request-id"] = request_id
+        response.headers.update(request_id_headers(request_id, http.url.path))
         return response
 
     return call
@@ -110,7 +110,9 @@ class GenerationEndpoint(Generic[Body]):
                 renderer = self._render(body, call.requests, caller)
                 await renderer.prepare(model.serving)
                 connection = scope["state"][CONNECTION]
-                answering = _Answering(self._context, call, renderer, send, connection, error_of)
+                answering = _Answering(
+                    self._context, call, renderer, send, connection, scope["path"], error_of
+                )
                 await _until_disconnect(receive, answering.answer(stream=body.stream))
         except Cancelled:
             return
@@ -143,6 +145,7 @@ class _Answering:
     renderer: AnswerRenderer[Any]
     send: Send
     connection: BoundedConnection
+    path: str
     error_of: Callable[[Exception], Response]
 
     async def answer(self, *, stream: bool) -> None:
@@ -184,7 +187,8 @@ class _Answering:
 
     async def _start(self, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         ledger = self.call.ledger
-        named = (*headers, (b"x-request-id", ledger.request_id.encode()))
+        ids = request_id_headers(ledger.request_id, self.path)
+        named = (*headers, *((name.encode(), value.encode()) for name, value in ids.items()))
         if cached := ledger.cache_header:
             named = (*named, (CACHE_HEADER.encode(), cached.encode()))
         await self.send({"type": "http.response.start", "status": 200, "headers": named})

@@ -353,7 +353,7 @@ def _cors(origins: Collection[str]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # SDKs send headers of their own
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "request-id", "retry-after"),
         )
     ]
 

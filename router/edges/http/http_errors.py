@@ -33,6 +33,7 @@ from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import (
     ErrorBody,
     MessagesErrorBody,
+    MessagesErrorDetails,
     MessagesErrorObject,
 )
 from baton.rpc import redact
@@ -76,6 +77,16 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
     OVERLOADED_STATUS: "overloaded_error",
 }
+# By refused field. This code tells SDKs to send the whole conversation with every request.
+_MESSAGES_DETAILS: dict[str, MessagesErrorDetails] = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+}
+
+
+def request_id_headers(request_id: str, path: str) -> dict[str, str]:
+    """The headers that tell a client of `path` the request's id; each API has its own name."""
+    names = ["x-request-id", *(["request-id"] if path.startswith(MESSAGES_PATH) else [])]
+    return dict.fromkeys(names, request_id)
 
 
 def error_response(
@@ -83,7 +94,7 @@ def error_response(
 ) -> Response:
     """Renders `error` for a client of `path`. What the client may not see is logged."""
     messages = path.startswith(MESSAGES_PATH)
-    respond = functools.partial(_response, request_id, messages)
+    respond = functools.partial(_response, request_id, path)
     if isinstance(error, HTTPException):
         # Raised before any field is parsed.
         return respond(error.status_code, error.detail, error.headers or {})
@@ -121,19 +132,20 @@ def _nearest(table: dict[type[BatonError], str], error: BatonError) -> str:
 
 def _response(
     request_id: str,
-    messages: bool,
+    path: str,
     status: int,
     message: str,
     headers: Mapping[str, str],
     param: str = "",
     code: str = "",
 ) -> Response:
-    named = {**headers, "x-request-id": request_id}
+    named = {**headers, **request_id_headers(request_id, path)}
     body: ErrorBody | MessagesErrorBody
-    if messages:
-        named["request-id"] = request_id
+    if path.startswith(MESSAGES_PATH):
         kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         error: MessagesErrorObject = {"type": kind, "message": message}
+        if details := _MESSAGES_DETAILS.get(param):
+            error["details"] = details
         body = {"type": "error", "error": error, "request_id": request_id}
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"

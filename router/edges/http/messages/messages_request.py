@@ -182,6 +182,7 @@ class CountTokensRequest(RequestModel):
     unserved: ClassVar[dict[str, Unserved]] = {
         "mcp_servers": Unserved("tools that the server calls", ([],)),
         "container": Unserved("containers"),
+        "thread": Unserved("conversations kept by the server; send all messages"),
     }
 
     def chat_prompt(self) -> ChatPrompt:
