@@ -31,6 +31,10 @@ from baton.v1 import cluster_pb2 as pb
 INIT_SECONDS = 120.0
 """The longest that Ray may take to start, or to let this process join."""
 
+RECONNECT_SECONDS = 15
+"""After the end of its head, Ray ends a process that needs it. `baton serve` ends sooner, if a
+thread holds no lock."""
+
 PREFIX = "baton-"
 """Every cluster's Ray namespace begins with this."""
 
@@ -79,6 +83,9 @@ def start(namespace: str, processes: int) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default Ray's workers yield to everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # A Ray started here never gets another head. By default, its processes wait 60 s for one, this
+    # one with Python's lock held.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RECONNECT_SECONDS))
     try:
         with own_ray.few_processes(), _limited():
             context = ray.init(

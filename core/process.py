@@ -1,4 +1,4 @@
-"""Start times, logging, stopping, tasks and garbage collection, shared by all processes."""
+"""Start times, limits, logging, stopping, tasks and garbage collection, shared by all processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import logging
 import os
+import resource
 import signal
 import threading
 import time
@@ -20,6 +21,9 @@ from typing import Any
 # New objects before a collection, and young collections before an older generation's. Most of
 # a request's garbage has no cycles and is freed without a collection.
 GARBAGE_THRESHOLDS = (20_000, 20, 20)
+
+OPEN_FILES = 65_536
+"""The most open files to ask for, as Ray does: it is enough, and some code walks all numbers."""
 
 END_SECONDS = 30.0
 """After draining: longer than all waits of an orderly end."""
@@ -107,6 +111,17 @@ async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def raise_open_files() -> int:
+    """Raises the limit of open files, which include connections, as far as the system permits.
+    Returns it. Services and shells commonly begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def set_up_logging(level: str) -> None:

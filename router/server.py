@@ -20,7 +20,7 @@ from baton.core.config import Config, own_keys, served_configs
 from baton.core.errors import Internal
 from baton.core.metrics import end_metrics, serve_metrics
 from baton.core.model_store import model_name
-from baton.core.process import StopSignal, cancel_all
+from baton.core.process import StopSignal, cancel_all, raise_open_files
 from baton.core.tls import (
     check_router,
     edge_identity,
@@ -60,6 +60,9 @@ GRACE_SECONDS = 2.0
 CHECK_SECONDS = 1.0
 """Interval at which `wait_ready` looks for models that were removed."""
 
+OTHER_FILES = 256
+"""Files and connections of a router beside those of requests."""
+
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 (_SERVICE,) = open_inference_pb2.DESCRIPTOR.services_by_name.values()
@@ -80,6 +83,7 @@ class RouterServer:
         """Serves on the configured port. The members come from the controller at that address, or
         without one from the configuration."""
         check_router(self._config)
+        self._check_open_files(raise_open_files())
         self._keys = KeyRing(self._config.router.keys)
         shared = await self._make_shared_parts()
         self._responses = shared.responses
@@ -96,6 +100,16 @@ class RouterServer:
         if controller:
             self._start(client.follow(self._followed.apply))
             self._start(client.report(self._router_id, lambda: self._followed.all))
+
+    def _check_open_files(self, limit: int) -> None:
+        """A connection beyond the limit is closed unread, without a trace."""
+        if limit < (needed := self._config.router.max_requests + OTHER_FILES):
+            log.warning(
+                "only %d files may be open (ulimit -n): router.max_requests of %d needs %d",
+                limit,
+                self._config.router.max_requests,
+                needed,
+            )
 
     async def _make_shared_parts(self) -> SharedParts:
         config, digest = self._config, b""

@@ -32,7 +32,7 @@ from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
 from baton.core.metrics import serve_metrics
-from baton.core.process import StartTimes, StopSignal
+from baton.core.process import StartTimes, StopSignal, raise_open_files
 from baton.core.tls import check_worker, is_loopback, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL, Role
 from baton.core.wire import role_to
@@ -102,6 +102,7 @@ class WorkerServer:
 
     async def _start(self, host: str, port: int, metrics_port: int | None) -> None:
         check_worker(self._config, host)
+        raise_open_files()
         if is_loopback(host):
             # All peers are on this machine; NIXL's UCX would listen on every interface.
             os.environ.setdefault("UCX_NET_DEVICES", "lo")

@@ -278,6 +278,17 @@ def test_a_signal_to_every_process_leaves_nothing_behind(tmp_path: Path) -> None
         cluster.wait_gone()
 
 
+@pytest.mark.fleet
+def test_a_stop_whose_ray_has_no_head_does_not_wait_for_another(tmp_path: Path) -> None:
+    """The stop asks Ray's head, which is about to end."""
+    with Serve(tmp_path) as cluster:
+        os.kill(cluster.ready().ray_head(), signal.SIGTERM)
+        cluster.send(signal.SIGTERM)
+        cluster.wait()
+        assert "within 60 seconds" not in cluster.stderr
+        cluster.wait_gone()
+
+
 BROKEN = """
 from baton.__main__ import main
 from baton.cluster import launch

@@ -390,6 +390,13 @@ def test_a_router_without_starlette_logs_it_and_serves_grpc(
     assert caplog.messages == ["starlette is not installed: gRPC is served, HTTP is not"]
 
 
+def test_a_router_that_may_open_too_few_files_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    RouterServer(Config())._check_open_files(1024)
+    RouterServer(Config())._check_open_files(4096)
+    (warning,) = caplog.messages
+    assert warning.startswith("only 1024 files may be open (ulimit -n): ")
+
+
 async def test_a_key_may_come_in_a_header_of_its_own(tmp_path: Path) -> None:
     secret, entry = make_key("somebody")
     write_keys(tmp_path / "keys", [entry])

@@ -4,11 +4,12 @@ import asyncio
 import faulthandler
 import math
 import re
+import resource
 import subprocess
 import sys
 import time
 
-from baton.core.process import StartTimes, StopSignal, limit_end
+from baton.core.process import OPEN_FILES, StartTimes, StopSignal, limit_end, raise_open_files
 
 
 def test_a_second_request_stops_immediately() -> None:
@@ -60,3 +61,15 @@ def test_a_process_began_after_its_parent_started_it() -> None:
 def test_a_drain_without_a_limit_does_not_limit_the_end() -> None:
     limit_end(math.inf)
     faulthandler.cancel_dump_traceback_later()
+
+
+def test_as_many_files_may_be_open_as_the_system_permits() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        limit = raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, hard)
+        assert limit == (OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES))
+        assert raise_open_files() == limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
