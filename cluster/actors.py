@@ -23,8 +23,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Set
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 import uvloop
@@ -321,6 +322,29 @@ class WorkerActors:
         host = "" if self._joined else self._config.pool(role).host
         config = within_share(self._config, gpus)
         actor.remote(configs.dump(config), Member(name, role, host))
+
+
+class SilentActors:
+    """Calls actors that do not report, one call each at a time.
+
+    Where a process cannot write its log because the disk is full, Ray was seen to skip the
+    constructor and to count the actor as alive. Such a process ends at its first call, and Ray
+    starts it again. Frozen and starting processes answer later.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Any] = {}
+
+    def call(self, names: Set[str]) -> None:
+        """Blocks on Ray's head."""
+        pending = {
+            name: call
+            for name, call in self._calls.items()
+            if name in names and not ray.wait([call], timeout=0)[0]
+        }
+        actors = {name: find_actor(name) for name in names - pending.keys()}
+        calls = {name: actor.__ray_ready__.remote() for name, actor in actors.items() if actor}
+        self._calls = pending | calls
 
 
 def drain(name: str) -> None:

@@ -22,8 +22,8 @@ import grpc
 import ray
 
 from baton.cluster import ray_session
-from baton.cluster.actors import WorkerActors, drain
-from baton.cluster.fleet import CONTROLLER, DRAINING, EndedProcesses, Member, is_worker
+from baton.cluster.actors import SilentActors, WorkerActors, drain
+from baton.cluster.fleet import CONTROLLER, DRAINING, EndedProcesses, Member, is_router, is_worker
 from baton.cluster.fleet_manager import LEARNING_SECONDS, FleetManager
 from baton.cluster.model_table import ModelTable
 from baton.cluster.planning import PlanRounds, run_planner
@@ -71,6 +71,7 @@ class Controller:
         self._untethered = 0  # consecutive checks that missed the tether
         self._deadlines: dict[str, float] = {}  # of draining workers
         self._ended = EndedProcesses()
+        self._silent = SilentActors()
         self._gpus = gpus
         self._rounds: dict[str, PlanRounds] = {}
         self._planners: dict[str, asyncio.Task[None]] = {}
@@ -175,6 +176,10 @@ class Controller:
         workers = {name for name in there if is_worker(name)}
         if self._is_untethered(there):
             await self._end_cluster(workers)
+        if manager.is_past_learning:
+            members = {name for name in there if is_worker(name) or is_router(name)}
+            silent = set(filter(manager.members.is_silent, members))
+            await asyncio.to_thread(self._silent.call, silent)
         await manager.follow_members()
         await self._start_workers()
         await self._end_removed()

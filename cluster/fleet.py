@@ -11,6 +11,7 @@ Names are never reused.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -224,7 +225,10 @@ class MemberTable:
         member = self.latest.get(name)
         if member is None or not member.address:
             return False
-        return self._clock() - self._reported_at[name] <= SILENT_SECONDS
+        return not self.is_silent(name)
+
+    def is_silent(self, name: str) -> bool:
+        return self._clock() - self._reported_at.get(name, -math.inf) > SILENT_SECONDS
 
 
 class EndedProcesses:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import httpx
 import pytest
 import yaml
 from monitoring import QUERIES, metrics_of
+from network import why_not
 from serving import BATON, FREE_PORTS, MODEST, Command, Serve, run, thread_ticks
 from tiny_models import TINY_MODELS, save
 from typer.testing import CliRunner
@@ -287,6 +289,33 @@ def test_a_stop_whose_ray_has_no_head_does_not_wait_for_another(tmp_path: Path) 
         cluster.wait()
         assert "within 60 seconds" not in cluster.stderr
         cluster.wait_gone()
+
+
+MOUNT = 'mount -t tmpfs -o size=100m tmpfs "$TMPDIR" && exec "$@"'
+
+
+@pytest.mark.fleet
+def test_a_worker_that_dies_while_the_logs_disk_is_full_returns_once_it_is_not(
+    tmp_path: Path,
+) -> None:
+    """Ray counts a process that cannot write its log as alive, although it runs nothing."""
+    if reason := why_not():
+        pytest.skip(reason)
+    before = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNT, "sh"]
+    with (
+        tempfile.TemporaryDirectory() as folder,  # Ray's sockets need short names
+        Serve(tmp_path, environment={"TMPDIR": folder}, before=before) as cluster,
+    ):
+        starts = len(re.findall("decode-0 +ready", cluster.ready().stdout))
+        filling = Path(f"/proc/{cluster.pid}/root{folder}/filling")
+        with contextlib.suppress(OSError), filling.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        os.kill(cluster.worker("decode-0"), signal.SIGKILL)
+        cluster.wait_for("decode-0 +silent")
+        filling.unlink()
+        cluster.wait_for("decode-0 +ready", starts + 1)
+        assert answer(cluster) == ANSWER
 
 
 BROKEN = """

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -117,11 +118,13 @@ class Serve(Command):
         *flags: str,
         environment: dict[str, str] | None = None,
         modest: bool = True,
+        before: Sequence[str] = (),
     ) -> None:
-        """`modest` workers use few resources beside other tests, if no file is given."""
+        """`modest` workers use few resources beside other tests, if no file is given. `before` is a
+        command prefix such as nsenter."""
         if modest and "--config" not in flags:
             flags = ("--config", str(_modest(workspace)), *flags)
-        super().__init__(workspace, [BATON, "serve", *FREE_PORTS, *flags], environment)
+        super().__init__(workspace, [*before, BATON, "serve", *FREE_PORTS, *flags], environment)
 
     def __enter__(self) -> Serve:
         return self
