@@ -116,6 +116,9 @@ class ServerThread:
         self._member = dataclasses.replace(self._member, **changes)  # type: ignore[arg-type]
         self._controller.update.remote(self._member)
 
+    def restart(self) -> None:
+        raise NotImplementedError
+
     async def _serve(self) -> bool:
         """Serves until stopped or drained. Returns True if Ray is to restart the process."""
         raise NotImplementedError
@@ -213,7 +216,13 @@ class RouterThread(ServerThread):
     def __init__(self, tree: dict[str, object], member: Member, controller_address: str) -> None:
         # The controller is on the same node, whose address may change with a restart.
         self._controller_address = complete(controller_address)
+        self._restarts = False
         super().__init__(tree, member)
+
+    def restart(self) -> None:
+        """Takes no new requests, finishes the running ones, and restarts as a fresh process."""
+        self._restarts = True
+        self._loop.call_soon_threadsafe(self._stopping.requested.set)
 
     async def _serve(self) -> bool:
         with no_collections():
@@ -228,7 +237,7 @@ class RouterThread(ServerThread):
         waiting = asyncio.ensure_future(self._report_when_ready(server))
         await server.serve_until(self._stopping)
         waiting.cancel()
-        return False
+        return self._restarts
 
     async def _report_when_ready(self, server: RouterServer) -> None:
         await server.wait_ready()
@@ -248,6 +257,7 @@ def _reason(error: BaseException) -> str:
 class _ServerActor:
     def __init__(self, thread: ServerThread) -> None:
         self._thread = thread
+        self._rays_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def stop(self) -> None:
         self._thread.stop()
@@ -255,22 +265,8 @@ class _ServerActor:
     def stop_now(self) -> None:
         self._thread.stop_now()
 
-
-class WorkerActor(_ServerActor):
-    _thread: WorkerThread
-
-    def __init__(self, tree: dict[str, object], member: Member) -> None:
-        super().__init__(WorkerThread(tree, member))
-        self._rays_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def drain(self) -> None:
-        self._thread.drain()
-
     def restart(self) -> None:
         self._thread.restart()
-
-    def switch_role(self, role: Role) -> None:
-        self._thread.switch_role(role)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Drains and restarts; at a second signal, Ray's handler ends the process at once."""
@@ -279,6 +275,19 @@ class WorkerActor(_ServerActor):
             self.restart()
         else:
             signal.raise_signal(number)
+
+
+class WorkerActor(_ServerActor):
+    _thread: WorkerThread
+
+    def __init__(self, tree: dict[str, object], member: Member) -> None:
+        super().__init__(WorkerThread(tree, member))
+
+    def drain(self) -> None:
+        self._thread.drain()
+
+    def switch_role(self, role: Role) -> None:
+        self._thread.switch_role(role)
 
 
 class RouterActor(_ServerActor):

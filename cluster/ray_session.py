@@ -31,7 +31,7 @@ from baton.v1 import cluster_pb2 as pb
 INIT_SECONDS = 120.0
 """The longest that Ray may take to start, or to let this process join."""
 
-RECONNECT_SECONDS = 15
+RECONNECT_SECONDS = 30
 """After the end of its head, Ray ends a process that needs it. `baton serve` ends sooner, if a
 thread holds no lock."""
 

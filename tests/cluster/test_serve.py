@@ -291,6 +291,22 @@ def test_a_stop_whose_ray_has_no_head_does_not_wait_for_another(tmp_path: Path) 
         cluster.wait_gone()
 
 
+@pytest.mark.fleet
+def test_a_router_that_is_told_to_end_finishes_its_answers_and_returns(tmp_path: Path) -> None:
+    with Serve(tmp_path) as cluster:
+        router = cluster.ready().actor("RouterActor")
+        with (
+            cluster.client() as client,
+            client.stream("Hello", max_tokens=100, ignore_eos=True) as stream,
+        ):
+            arrived = len(next(iter(stream)).token_ids)
+            os.kill(router, signal.SIGTERM)
+            arrived += sum(len(delta.token_ids) for delta in stream)
+        assert arrived == 100
+        cluster.wait_for("router-0 +ready", 2)
+        assert answer(cluster) == ANSWER
+
+
 MOUNT = 'mount -t tmpfs -o size=100m tmpfs "$TMPDIR" && exec "$@"'
 
 
