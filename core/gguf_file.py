@@ -20,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from baton.core.errors import InvalidCheckpoint, UnsupportedModel
+from baton.core.gguf_grids import grid_of_blocks
 
 Values = npt.NDArray[np.float32]
 Field = TypeVar("Field", str, int, float, bool, list[str], list[int], list[float])
@@ -90,11 +91,7 @@ class GgufFile:
 
     def tensor(self, name: str, index: int | None = None) -> Values:
         """A tensor's values, or those at an index of its first dimension."""
-        tensor = self._tensors[name]
-        if index is not None:
-            tensor = tensor.at(index)
-        data = np.frombuffer(tensor.file, np.uint8, tensor.size, tensor.start)
-        rows = data.reshape(math.prod(tensor.shape[:-1]), -1)
+        tensor, rows = self._rows(name, index)
         if tensor.kind == GGMLQuantizationType.F32:
             return rows.view(np.float32).reshape(tensor.shape)
         values = np.empty((len(rows), tensor.shape[-1]), np.float32)
@@ -105,6 +102,21 @@ class GgufFile:
         except NotImplementedError as error:
             raise UnsupportedModel(f"tensor {name} is {tensor.kind.name}: {error}") from error
         return values.reshape(tensor.shape)
+
+    def grid(self, name: str, index: int | None = None) -> tuple[Values, Values] | None:
+        """The scales and offsets of a tensor's codes, [rows, groups] each (gguf_grids.py)."""
+        tensor, rows = self._rows(name, index)
+        _, block = GGML_QUANT_SIZES[tensor.kind]
+        found = grid_of_blocks(rows.reshape(-1, block), tensor.kind)
+        return found and (found[0].reshape(len(rows), -1), found[1].reshape(len(rows), -1))
+
+    def _rows(self, name: str, index: int | None) -> tuple[_Tensor, npt.NDArray[np.uint8]]:
+        """A tensor, or that at an index of its first dimension, and its rows as bytes."""
+        tensor = self._tensors[name]
+        if index is not None:
+            tensor = tensor.at(index)
+        data = np.frombuffer(tensor.file, np.uint8, tensor.size, tensor.start)
+        return tensor, data.reshape(math.prod(tensor.shape[:-1]), -1)
 
 
 def _open(path: Path) -> _Header:

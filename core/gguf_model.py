@@ -72,6 +72,19 @@ class GgufWeights:
         heads = self._heads.get(part)
         return _split_halves(values, heads) if heads else values
 
+    def inputs(self, name: str) -> int:
+        return self._file.tensors[self._names[name][0]][-1]
+
+    def grid(self, name: str) -> tuple[Values, Values] | None:
+        """The scales and offsets of a weight's codes; None if it has none, or is changed above."""
+        tensor, expert = self._names[name]
+        part = tensor.split(".")[-2]
+        found = None if part.endswith("norm") else self._file.grid(tensor, expert)
+        heads = self._heads.get(part)
+        if found is None or heads is None:
+            return found
+        return _split_halves(found[0], heads), _split_halves(found[1], heads)
+
 
 @dataclass(frozen=True, slots=True)
 class _Shape:

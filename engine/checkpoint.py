@@ -20,10 +20,12 @@ from torch import Tensor
 
 from baton.core.errors import InvalidCheckpoint, ModelNotFound
 from baton.core.gguf_model import GgufWeights
-from baton.core.model_store import WEIGHT_FILE, WEIGHT_INDEX, weight_files
+from baton.core.model_store import GRIDS_FILE, WEIGHT_FILE, WEIGHT_INDEX, weight_files
+from baton.engine.architecture import Split
 from baton.engine.gpu.upload import Upload
 from baton.engine.quantization_config import Quantization
 from baton.engine.quantized_tensor import OpenFile, QuantizedTensor, QuantizedWeight, join_parts
+from baton.kernels.exact_codes import FineGrid, fine_grid
 from baton.kernels.packed import Grid
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +44,18 @@ class Cut(NamedTuple):
     whole: int
     parts: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def of_rank(cls, split: Split, dimension: int, sizes: tuple[int, ...]) -> Cut:
+        """A rank's `sizes` of parts that all ranks share evenly. A single rank has one part, which
+        saves the copy that joins parts."""
+        if split.size == 1:
+            sizes = (sum(sizes),)
+        parts, start = [], 0
+        for size in sizes:
+            parts.append((start + split.rank * size, size))
+            start += split.size * size
+        return cls(dimension, start, tuple(parts))
+
     def whole_shape(self, joined: Tensor) -> torch.Size:
         shape = list(joined.shape)
         shape[self.dimension] = self.whole
@@ -56,6 +70,14 @@ class Cut(NamedTuple):
         if dimension != self.dimension:
             return torch.arange(size)
         return torch.cat([torch.arange(start, start + some) for start, some in self.parts])
+
+    def of_grid(self, grid: FineGrid) -> FineGrid | None:
+        """None if a part does not end with a group."""
+        each = grid.group if self.dimension else 1
+        if any(start % each or size % each for start, size in self.parts):
+            return None
+        parts = tuple((start // each, size // each) for start, size in self.parts)
+        return grid.changed(Cut(self.dimension, self.whole // each, parts).of)
 
 
 class Checkpoint:
@@ -79,6 +101,7 @@ class Checkpoint:
         self._quantized = {
             name for name, file in self._remaining.items() if isinstance(file, QuantizedWeight)
         }
+        self._grids = _stored_grids(folder / GRIDS_FILE)
         self._count = len(self._remaining)
         self._progress = progress
         self._upload = upload
@@ -97,6 +120,16 @@ class Checkpoint:
         if tensor.shape[cut.dimension] != cut.whole:
             return None  # `copy` refuses it
         return tensor.grid(*(cut.indices(index, size) for index, size in enumerate(tensor.shape)))
+
+    def fine_grid(self, name: str, cut: Cut) -> FineGrid | None:
+        """The grid of the codes that the tensor's part `cut` is dequantized from, before it is
+        copied; None if it is not known."""
+        file = self._remaining.get(name)
+        if isinstance(file, QuantizedWeight):
+            grid = self.grid(name, cut)
+            return grid and fine_grid(grid)
+        found = file.grid(name) if isinstance(file, _GgufTensors) else self._grids.get(name)
+        return found and cut.of_grid(found)
 
     def copy(
         self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None
@@ -191,6 +224,19 @@ def digest_files(files: list[Path]) -> bytes:
     return digest.digest()
 
 
+def _stored_grids(file: Path) -> dict[str, FineGrid]:
+    """By tensor, from scales and offsets in the rows of one tensor."""
+    if not file.exists():
+        return {}
+    found = {}
+    with _open(file) as opened:
+        for name in sorted(opened.keys()):
+            scales, offsets = opened.get_tensor(name).unbind()
+            inputs = int(opened.metadata()[name])
+            found[name] = FineGrid(scales, offsets, inputs // scales.shape[1])
+    return found
+
+
 class _GgufTensors:
     """Has the interface of an open safetensors file."""
 
@@ -203,6 +249,13 @@ class _GgufTensors:
     def get_tensor(self, name: str) -> Tensor:
         # Torch needs writable memory, and unquantized values are in the mapped file.
         return torch.from_numpy(np.require(self._weights[name], requirements="W"))
+
+    def grid(self, name: str) -> FineGrid | None:
+        found = self._weights.grid(name)
+        if found is None:
+            return None
+        scales, offsets = map(torch.from_numpy, found)
+        return FineGrid(scales, offsets, self._weights.inputs(name) // scales.shape[1])
 
 
 def _open_all(files: list[Path]) -> list[safe_open] | list[_GgufTensors]:

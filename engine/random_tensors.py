@@ -38,6 +38,9 @@ class RandomTensors:
         mine = cut.of(whole) if cut else whole
         target.copy_(arrange(mine) if arrange else mine)
 
+    def fine_grid(self, name: str, cut: Cut) -> None:
+        """Has no codes."""
+
     def grid(self, name: str, cut: Cut) -> None:
         """They are not quantized."""
 

@@ -22,12 +22,12 @@ from baton.engine.model_choice import WeightQuantization
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.rotations import interleave_pairs, separate_pairs
 from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear, SummedNorms
-from baton.engine.weight_codes import CodedWeights, join_grids, packs
+from baton.engine.weight_codes import CodedWeights, join_grids, multiplies_exact_codes, packs
 from baton.kernels.attention import Scoring
+from baton.kernels.exact_codes import FineGrid
 from baton.kernels.experts import MLP, NO_BIASES, ExpertBiases, Experts
 from baton.kernels.latent import LatentHeads
-from baton.kernels.linear import GatedLinear, HeadLinear, Linear, RMSNorm
-from baton.kernels.packed import Grid
+from baton.kernels.linear import AnyGrid, GatedLinear, HeadLinear, Linear, RMSNorm
 from baton.kernels.routing import Routing
 
 Name = TypeVar("Name")
@@ -63,7 +63,11 @@ def load_model(
 
     `architecture` is the whole model's; the returned model has that of its part.
     """
-    codes = CodedWeights(quantization, packed=packs(device, dtype) if packed is None else packed)
+    codes = CodedWeights(
+        quantization,
+        packed=packs(device, dtype) if packed is None else packed,
+        exact=multiplies_exact_codes(device, dtype),
+    )
     return _Loader(source, architecture, dtype, device, group, codes).load(balanced)
 
 
@@ -87,14 +91,14 @@ class _Loader:
 
     def load(self, balanced: bool) -> Model:
         shape = self._architecture
-        embedding = self._embedding()
+        embedding, grid = self._embedding()
         layers = []
         for index in range(shape.layers):
             layer = self._layer(index)
             layers.append(balance_keys(layer, shape) if balanced else layer)
             self._codes.finish_layer(layers[-1])
         norm = self._norm("model.norm.weight", shape.hidden)
-        head = self._codes.finish_head(self._head(embedding))
+        head = self._codes.finish_head(self._head(embedding, grid))
         self._source.finish(shape.prefixes_not_run)
         self._codes.report(layers)
         scale = shape.embedding_scale
@@ -102,13 +106,21 @@ class _Loader:
             scale = float(torch.tensor(scale, dtype=self._dtype))
         return Model(shape, embedding, scale, layers, norm, head)
 
-    def _embedding(self) -> Tensor:
+    def _embedding(self) -> tuple[Tensor, AnyGrid | None]:
         """A tied matrix may be stored under either name."""
         shape, source = self._architecture, self._source
         other = shape.tied_embeddings and EMBEDDING not in source and HEAD in source
-        return self._tensor(HEAD if other else EMBEDDING, shape.vocabulary_size, shape.hidden)
+        return self._whole(HEAD if other else EMBEDDING)
 
-    def _head(self, embedding: Tensor) -> Linear:
+    def _whole(self, name: str) -> tuple[Tensor, AnyGrid | None]:
+        """A matrix with a row for each token, and the grid of its codes in float32."""
+        shape = self._architecture
+        rows = shape.vocabulary_size
+        grid = self._codes.grid(self._source, name, Cut(0, rows, ((0, rows),)))
+        exact = grid if isinstance(grid, FineGrid) else None
+        return self._tensor(name, rows, shape.hidden), exact
+
+    def _head(self, embedding: Tensor, grid: AnyGrid | None) -> Linear:
         """The head, without rows on ranks that do not sample.
 
         If the config calls the head tied but the checkpoint stores a different one, it is not
@@ -119,9 +131,12 @@ class _Loader:
             self._source.skip(HEAD)
             return Linear(embedding[:0])
         if tied and HEAD not in self._source:
-            return Linear(embedding)
-        head = self._tensor(HEAD, *embedding.shape)
-        return Linear(embedding if tied and torch.equal(head, embedding) else head)
+            head = embedding
+        else:
+            head, grid = self._whole(HEAD)
+        linear = Linear(embedding if tied and torch.equal(head, embedding) else head)
+        self._codes.add(linear, grid)
+        return linear
 
     def _layer(self, index: int) -> Layer:
         shape = self._architecture
@@ -315,7 +330,7 @@ class _Loader:
 
     def _joined(
         self, prefix: str, sizes: dict[str, int], fused: str | None, *, bias: bool
-    ) -> tuple[Tensor, Tensor | None, Grid | None]:
+    ) -> tuple[Tensor, Tensor | None, AnyGrid | None]:
         """Joins the weights, biases and codes of projections of the residual, {name: outputs}. In
         the checkpoint they are `fused` or separate."""
         rows = sum(sizes.values())
@@ -347,20 +362,13 @@ class _Loader:
         self._codes.add(linear, grid)
         return linear
 
-    def _grid(self, name: str, cut: Cut) -> Grid | None:
-        found = self._source.grid(name, cut) if self._codes.of_checkpoint else None
+    def _grid(self, name: str, cut: Cut) -> AnyGrid | None:
+        found = self._codes.grid(self._source, name, cut)
         return found and found.to(self._device)
 
     def _cut(self, dimension: int, *sizes: int) -> Cut:
-        """This rank's `sizes` of parts that all ranks share evenly. A single rank has one part,
-        which saves the copy that joins parts."""
-        if self._split.size == 1:
-            sizes = (sum(sizes),)
-        parts, start = [], 0
-        for size in sizes:
-            parts.append((start + self._split.rank * size, size))
-            start += self._split.size * size
-        return Cut(dimension, start, tuple(parts))
+        """This rank's `sizes` of parts that all ranks share evenly."""
+        return Cut.of_rank(self._split, dimension, sizes)
 
     def _norm(
         self, name: str, size: int, arrange: Arrange | None = None, cut: Cut | None = None

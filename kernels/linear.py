@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels.cpu import compiler
+from baton.kernels.exact_codes import ExactWeight, FineGrid, encode
 from baton.kernels.fp8 import Fp8Weight, fp8_product, quantize_to_fp8
 from baton.kernels.integers import (
     IntegerWeight,
@@ -38,7 +39,8 @@ WeightCodes = Literal["int8", "int4", "fp8", "packed_int8", "packed_int4"]
 """Formats of quantized weights: integers on CPUs (kernels/integers.py), FP8 (kernels/fp8.py) and
 packed integers on GPUs (kernels/packed.py)."""
 
-Codes = IntegerWeight | Fp8Weight | PackedWeight
+Codes = IntegerWeight | ExactWeight | Fp8Weight | PackedWeight
+AnyGrid = Grid | FineGrid
 
 QUANTIZE: dict[WeightCodes, Callable[[Tensor], Codes | None]] = {
     "int8": quantize_to_int8,
@@ -104,8 +106,10 @@ class _Product:
         """Replaces the weight by codes; False if this format has none for its inputs."""
         return self._keep(QUANTIZE[kind](self.weight))
 
-    def pack_codes(self, grid: Grid) -> bool:
+    def keep_codes(self, grid: AnyGrid) -> bool:
         """Replaces the weight by its codes in this grid; False if they do not represent it."""
+        if isinstance(grid, FineGrid):
+            return self._keep(encode(self.weight, grid))
         return self._keep(pack(self.weight, grid))
 
     def _keep(self, codes: Codes | None) -> bool:
@@ -250,7 +254,7 @@ def _plus(numbers: Tensor, more: Tensor | None) -> Tensor:
 
 def _product_of_codes(x: Tensor, codes: Codes) -> Tensor:
     """x @ weight.T, in float32, or in the weight's type if its codes are packed."""
-    if isinstance(codes, PackedWeight):
+    if isinstance(codes, PackedWeight | ExactWeight):
         return functional.linear(x, codes.numbers())
     return integer_product(x, codes) if isinstance(codes, IntegerWeight) else fp8_product(x, codes)
 

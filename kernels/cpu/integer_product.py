@@ -106,7 +106,7 @@ def packed(weight: IntegerWeight, panel: int) -> Tensor:
     if weight.bits == 4:
         codes, scales = _halves_of_bytes(codes, together.itemsize), scales / 16
     parts = (codes.view(together), scales, weight.offsets)
-    panels = [_in_panels(each, panel) for each in parts]
+    panels = [in_panels(each, panel) for each in parts]
     lanes = [each.flatten(1).view(torch.int32).view(len(each), -1, panel) for each in panels]
     return torch.cat(lanes, dim=1)
 
@@ -117,7 +117,7 @@ def _halves_of_bytes(codes: Tensor, together: int) -> Tensor:
     return (lower.bitwise_and(15) | upper.bitwise_left_shift(4)).flatten(1)
 
 
-def _in_panels(numbers: Tensor, panel: int) -> Tensor:
+def in_panels(numbers: Tensor, panel: int) -> Tensor:
     """[outputs, columns] -> [panels, columns, panel]"""
     (outputs, columns), whole = numbers.shape, len(numbers) // panel
     found = numbers.new_empty(-(-outputs // panel), columns, panel)

@@ -16,12 +16,15 @@ from baton.kernels.cpu.product import (
     OUTPUTS_PER_ITEM,
     ROWS_PER_ITEM,
     ProductArguments,
-    Tile,
     library,
 )
+from baton.kernels.cpu.tile import Tile
 from baton.kernels.cpu.vectors import element_of
+from baton.kernels.exact_codes import ExactWeight
 from baton.kernels.integers import IntegerWeight
 from baton.kernels.linear import Activation, RMSNorm
+
+Weight = Tensor | IntegerWeight | ExactWeight
 
 OUTPUTS_STREAMED = 384
 """Outputs that a thread claims at once for few rows, in panels of AVX-512 and tile registers: these
@@ -31,15 +34,17 @@ FEW_ROWS = 16
 """Up to this many rows one thread lays them out: it ends before another could start."""
 
 
-def host_tile(weight: Tensor | IntegerWeight, *, narrow: bool = False) -> Tile:
+def host_tile(weight: Weight, *, narrow: bool = False) -> Tile:
     """The tile that fills this CPU's registers."""
     registers, element = compiler.registers(), element_of(weight.dtype)
     if isinstance(weight, IntegerWeight):
         return Tile(*integer_product.tile_sizes(weight.bits), element, bits=weight.bits)
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % amx.INPUTS == 0 and compiler.has_amx():
+    whole = _matrix(weight).shape[1] % amx.INPUTS == 0
+    if weight.dtype == torch.bfloat16 and whole and compiler.has_amx():
         return Tile(amx.LANES, amx.ROWS, element, amx=True)
     rows = 4 if registers.number == AVX2.number else 8
-    return Tile(registers.lanes, rows, element, narrow=narrow)
+    group = weight.grid.group if isinstance(weight, ExactWeight) else 0
+    return Tile(registers.lanes, rows, element, narrow=narrow, group=group)
 
 
 class Panels:
@@ -58,12 +63,10 @@ class Panels:
         "_tile",
     )
 
-    def __init__(
-        self, weight: Tensor | IntegerWeight, bias: Tensor | None, *, narrow: bool = False
-    ) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, *, narrow: bool = False) -> None:
         """`narrow`: numbers in float32 are kept in bfloat16, which holds them as well."""
         self._tile = host_tile(weight, narrow=narrow)
-        outputs, inputs = (weight.codes if isinstance(weight, IntegerWeight) else weight).shape
+        outputs, inputs = _matrix(weight).shape
         # A weight with fewer outputs than a panel is padded.
         self._missing = max(0, self._tile.panel - outputs)
         if self._missing:
@@ -173,11 +176,11 @@ class Panels:
         )
 
 
-def suits(weight: Tensor | IntegerWeight) -> bool:
+def suits(weight: Weight) -> bool:
     """True if compiled code supports weights of this shape."""
     if isinstance(weight, IntegerWeight):
         return integer_product.suits(weight)
-    outputs, inputs = weight.shape
+    outputs, inputs = _matrix(weight).shape
     return outputs > 0 and inputs > 0 and inputs % INPUTS_PER_TURN == 0
 
 
@@ -194,24 +197,32 @@ def _cut(panels: int, rows: int, panel: int, block: int, threads: int) -> tuple[
     return each, max(1, -(-blocks // parts)) * block
 
 
-def _padded(weight: Tensor | IntegerWeight, missing: int) -> Tensor | IntegerWeight:
-    if not isinstance(weight, IntegerWeight):
+def _matrix(weight: Weight) -> Tensor:
+    """The weight's numbers, or its codes."""
+    return weight if isinstance(weight, Tensor) else weight.codes
+
+
+def _padded(weight: Weight, missing: int) -> Weight:
+    if isinstance(weight, Tensor):
         return functional.pad(weight, (0, 0, 0, missing))
     return weight.changed(lambda each: functional.pad(each, (0, 0, 0, missing)))
 
 
-def _packed(weight: Tensor | IntegerWeight, tile: Tile) -> Tensor:
-    """[outputs, inputs] -> [panels, inputs, panel]; the last panel holds the last outputs."""
+def _packed(weight: Weight, tile: Tile) -> Tensor:
+    """[outputs, inputs] -> [panels, inputs, panel]; the last panel holds the last outputs. Codes
+    are followed by [groups, scale/offset, panel], as bytes."""
     if isinstance(weight, IntegerWeight):
         return integer_product.packed(weight, tile.panel)
-    (outputs, inputs), panel = weight.shape, tile.panel
-    whole = outputs // panel
+    panel = tile.panel
+    if isinstance(weight, ExactWeight):
+        parts = (weight.codes, *weight.grid[:2])
+        codes, *grid = (integer_product.in_panels(each, panel) for each in parts)
+        pairs = torch.stack(grid, dim=2)
+        return torch.cat((codes.flatten(1), pairs.flatten(1).view(torch.int8)), dim=1)
     if tile.narrow:
         weight = weight.bfloat16()
     if tile.amx:
+        outputs, whole = len(weight), len(weight) // panel
         last = weight[-panel:] if outputs % panel else weight[:0]
         return amx.packed(torch.cat((weight[: whole * panel], last)))
-    packed = weight.new_empty(-(-outputs // panel), inputs, panel)
-    packed[:whole] = weight[: whole * panel].view(whole, panel, inputs).transpose(1, 2)
-    packed[-1] = weight[-panel:].t()
-    return packed
+    return integer_product.in_panels(weight, panel)

