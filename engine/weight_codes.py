@@ -115,7 +115,8 @@ class CodedWeights:
 
     def report(self, layers: Sequence[Layer]) -> None:
         """Logs how many linear layers keep the checkpoint's codes."""
-        if not self._count:
+        kept = self._packed or (self._exact and self._count)
+        if self._quantization != "none" or not kept:
             return
         experts = sum(isinstance(layer.mlp, Experts) for layer in layers)
         rest = 4 * len(layers) + self._exact - 2 * experts - self._count

@@ -66,7 +66,7 @@ def load_model(
     codes = CodedWeights(
         quantization,
         packed=packs(device, dtype) if packed is None else packed,
-        exact=multiplies_exact_codes(device, dtype),
+        exact=packed is None and multiplies_exact_codes(device, dtype),
     )
     return _Loader(source, architecture, dtype, device, group, codes).load(balanced)
 
