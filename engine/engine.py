@@ -161,8 +161,6 @@ class Engine:
         least = page_bytes * len(architecture.slices.windows)
         if kv_memory or device == "cpu":
             _check_holds_a_page(kv_memory, least)
-        if device == "cpu":
-            check_memory_left(kv_memory)
         if gpu.share < 1 and device != "cpu":
             confine(gpu.share, device)
         if device != "cpu":
@@ -190,6 +188,8 @@ class Engine:
                 kv_memory = gpu.draft.beside(kv_memory, least // split.size)
             kv_memory *= split.size
             _check_holds_a_page(kv_memory, least)
+        if device == "cpu":
+            check_memory_left(kv_memory // split.size)
         pages = kv_memory // page_bytes
         if group:
             group.connect(torch.device(device))
