@@ -44,9 +44,10 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
-GRIDS_FILE = "grids.safetensors"
-"""Scales and offsets of the codes that float32 weights were dequantized from, by weight; the
-metadata has each weight's inputs."""
+GRIDS_FILE = "grids.baton"
+"""Scales and offsets of the codes that float32 weights were dequantized from, by weight, in the
+format of safetensors; the metadata has each weight's inputs. Other programs load any file that ends
+with .safetensors as weights."""
 
 Report = Callable[[int], None]
 """Called with the number of bytes downloaded so far."""
