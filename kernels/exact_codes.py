@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from baton.kernels.cpu import compiler
+from baton.kernels.integers import MOST
 from baton.kernels.packed import INPUTS, Grid
-
-MOST = 127.0
-"""The largest code."""
 
 
 class FineGrid(NamedTuple):
@@ -52,13 +50,6 @@ class ExactWeight(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.codes.device
-
-    def halves(self) -> list[ExactWeight]:
-        """Splits the outputs in two."""
-        return [
-            self.changed(lambda each: each.chunk(2)[0]),
-            self.changed(lambda each: each.chunk(2)[1]),
-        ]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> ExactWeight:
         """Applies `change` to each tensor."""

@@ -85,13 +85,6 @@ class IntegerWeight(NamedTuple):
     def device(self) -> torch.device:
         return self.codes.device
 
-    def halves(self) -> list[IntegerWeight]:
-        """Splits the outputs in two."""
-        return [
-            self.changed(lambda each: each.chunk(2)[0]),
-            self.changed(lambda each: each.chunk(2)[1]),
-        ]
-
     def changed(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
         """Applies `change` to each tensor."""
         codes, scales, offsets = map(change, (self.codes, self.scales, self.offsets))

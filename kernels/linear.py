@@ -208,7 +208,14 @@ class GatedLinear(_Product):
         whole = self._codes or self.weight
         if isinstance(whole, PackedWeight):
             return whole, whole
-        return whole.chunk(2) if isinstance(whole, Tensor) else whole.halves()
+        if isinstance(whole, Tensor):
+            return whole.chunk(2)
+        if isinstance(whole, Fp8Weight):
+            return whole.halves()
+        return [
+            whole.changed(lambda each: each.chunk(2)[0]),
+            whole.changed(lambda each: each.chunk(2)[1]),
+        ]
 
     def __call__(
         self, x: Tensor, norm: RMSNorm | None, adapted: AdaptedRows | None = None
