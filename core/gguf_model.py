@@ -76,11 +76,9 @@ class GgufWeights:
         return self._file.tensors[self._names[name][0]][-1]
 
     def grid(self, name: str) -> tuple[Values, Values] | None:
-        """The scales and offsets of a weight's codes; None if it has none, or is changed above."""
+        """The scales and offsets of a weight's codes; None if it has none."""
         tensor, expert = self._names[name]
-        part = tensor.split(".")[-2]
-        found = None if part.endswith("norm") else self._file.grid(tensor, expert)
-        heads = self._heads.get(part)
+        found, heads = self._file.grid(tensor, expert), self._heads.get(tensor.split(".")[-2])
         if found is None or heads is None:
             return found
         return _split_halves(found[0], heads), _split_halves(found[1], heads)

@@ -8,6 +8,7 @@ GGUF file and quantized ones are dequantized one at a time, in float32, rounded 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -101,10 +102,15 @@ class Checkpoint:
         self._quantized = {
             name for name, file in self._remaining.items() if isinstance(file, QuantizedWeight)
         }
-        self._grids = _stored_grids(folder / GRIDS_FILE)
+        self._folder = folder
         self._count = len(self._remaining)
         self._progress = progress
         self._upload = upload
+
+    @functools.cached_property
+    def _grids(self) -> dict[str, FineGrid]:
+        """Read when they are asked for: only float32 weights on CPUs need them."""
+        return _stored_grids(self._folder / GRIDS_FILE)
 
     def __contains__(self, name: str) -> bool:
         """True if the tensor can still be copied."""

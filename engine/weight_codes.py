@@ -70,18 +70,22 @@ class CodedWeights:
         """`packed`: integers are packed for GPUs. `exact`: float32 weights may be kept as codes
         that lose nothing."""
         self._packed = packed
-        self._exact = exact
+        self._exact = exact and quantization == "none"
         self._quantization = quantization
         self._grids: list[tuple[AnyLinear, AnyGrid]] = []
         self._count = 0
 
     def grid(self, source: Checkpoint | RandomTensors, name: str, cut: Cut) -> AnyGrid | None:
         """The grid of the checkpoint's own codes if they are kept, before the tensor is copied."""
-        if self._quantization != "none":
-            return None
-        if self._exact:
-            return source.fine_grid(name, cut)
-        return source.grid(name, cut) if self._packed else None
+        if self._packed and self._quantization == "none":
+            return source.grid(name, cut)
+        return self.exact_grid(source, name, cut)
+
+    def exact_grid(
+        self, source: Checkpoint | RandomTensors, name: str, cut: Cut
+    ) -> FineGrid | None:
+        """As `grid`, of codes that float32 weights are kept as."""
+        return source.fine_grid(name, cut) if self._exact else None
 
     def add(self, linear: AnyLinear, grid: AnyGrid | None) -> None:
         """Adds a linear layer that was loaded, with the grid of the checkpoint's codes."""
@@ -115,8 +119,7 @@ class CodedWeights:
 
     def report(self, layers: Sequence[Layer]) -> None:
         """Logs how many linear layers keep the checkpoint's codes."""
-        kept = self._packed or (self._exact and self._count)
-        if self._quantization != "none" or not kept:
+        if self._quantization != "none" or not (self._packed or self._count):
             return
         experts = sum(isinstance(layer.mlp, Experts) for layer in layers)
         rest = 4 * len(layers) + self._exact - 2 * experts - self._count

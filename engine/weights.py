@@ -106,21 +106,19 @@ class _Loader:
             scale = float(torch.tensor(scale, dtype=self._dtype))
         return Model(shape, embedding, scale, layers, norm, head)
 
-    def _embedding(self) -> tuple[Tensor, AnyGrid | None]:
+    def _embedding(self) -> tuple[Tensor, FineGrid | None]:
         """A tied matrix may be stored under either name."""
         shape, source = self._architecture, self._source
         other = shape.tied_embeddings and EMBEDDING not in source and HEAD in source
         return self._whole(HEAD if other else EMBEDDING)
 
-    def _whole(self, name: str) -> tuple[Tensor, AnyGrid | None]:
+    def _whole(self, name: str) -> tuple[Tensor, FineGrid | None]:
         """A matrix with a row for each token, and the grid of its codes in float32."""
-        shape = self._architecture
-        rows = shape.vocabulary_size
-        grid = self._codes.grid(self._source, name, Cut(0, rows, ((0, rows),)))
-        exact = grid if isinstance(grid, FineGrid) else None
-        return self._tensor(name, rows, shape.hidden), exact
+        rows, hidden = self._architecture.vocabulary_size, self._architecture.hidden
+        grid = self._codes.exact_grid(self._source, name, Cut(0, rows, ((0, rows),)))
+        return self._tensor(name, rows, hidden), grid
 
-    def _head(self, embedding: Tensor, grid: AnyGrid | None) -> Linear:
+    def _head(self, embedding: Tensor, grid: FineGrid | None) -> Linear:
         """The head, without rows on ranks that do not sample.
 
         If the config calls the head tied but the checkpoint stores a different one, it is not
