@@ -26,7 +26,7 @@ from baton.core import model_store
 from baton.core.config import Config, Size
 from baton.core.config_values import keys_of
 from baton.core.generation_defaults import read_defaults
-from baton.core.process import StartTimes, process_began
+from baton.core.process import StartTimes, end_after, process_began
 
 if TYPE_CHECKING:
     from baton.cluster.fleet import Member
@@ -214,8 +214,7 @@ class _Session:
         if seconds <= 0:
             self._kill()
         # Ray's processes end with this one.
-        seconds = min(seconds + _LOCKED_SECONDS, threading.TIMEOUT_MAX)
-        faulthandler.dump_traceback_later(seconds, exit=True)
+        end_after(seconds + _LOCKED_SECONDS)
 
     def _kill(self) -> NoReturn:
         """Ends this process and, if it has started Ray, all of Ray's."""

@@ -26,6 +26,7 @@ from baton.cluster import own_ray
 from baton.cluster.fleet import Fleet
 from baton.cluster.preflight import check_ray
 from baton.core.errors import InvalidRequest, Unavailable
+from baton.core.process import end_after
 from baton.v1 import cluster_pb2 as pb
 
 INIT_SECONDS = 120.0
@@ -109,7 +110,7 @@ def start(namespace: str, processes: int) -> str:
 def _limited() -> Iterator[None]:
     """Ends this process, with its stacks on stderr, if the block takes too long. Ray waits for a
     node's answer without limit, with Python's lock held: no thread could handle a signal."""
-    faulthandler.dump_traceback_later(INIT_SECONDS, exit=True)
+    end_after(INIT_SECONDS)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""How much memory this process can still take."""
+"""How much memory this process can still take, and its control group."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ def available_bytes() -> int:
 
 def _left_by_groups() -> Iterator[int]:
     """What each control group that has a limit still allows."""
+    group = own_group()
+    for each in (group, *group.parents):
+        if each.is_relative_to(_CGROUPS):
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                yield _left_by(each)
+
+
+def own_group() -> Path:
+    """The folder of this process's control group, or of all if that is unknown."""
     with contextlib.suppress(OSError):
-        inner = _OWN_GROUP.read_text().partition("::/")[2].strip()
-        group = _CGROUPS / inner
-        for each in (group, *group.parents):
-            if each.is_relative_to(_CGROUPS):
-                with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                    yield _left_by(each)
+        return _CGROUPS / _OWN_GROUP.read_text().partition("::/")[2].strip()
+    return _CGROUPS
 
 
 def _left_by(group: Path) -> int:

@@ -100,10 +100,14 @@ async def start_unless_stopped(start: Coroutine[Any, Any, None], stopping: StopS
 
 
 def limit_end(drain_seconds: float) -> None:
-    """Ends this process END_SECONDS after `drain_seconds`: with the stacks of its threads on
-    stderr, should one hang in a library."""
-    seconds = min(drain_seconds + END_SECONDS, threading.TIMEOUT_MAX)
-    faulthandler.dump_traceback_later(seconds, exit=True)
+    """Ends this process END_SECONDS after `drain_seconds`, should a thread hang in a library."""
+    end_after(drain_seconds + END_SECONDS)
+
+
+def end_after(seconds: float) -> None:
+    """Ends this process then, with the stacks of its threads on stderr, also while a thread holds
+    Python's lock."""
+    faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX), exit=True)
 
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
+from baton.core.host_memory import own_group
 from baton.core.types import Work
 from baton.v1 import worker_pb2 as pb
 
@@ -232,10 +233,7 @@ def _folder() -> Path:
 def _oom_kills() -> int:
     """Returns the number of out-of-memory kills in this control group, or else on this host; -1 if
     unknown."""
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError):
-        group /= Path("/proc/self/cgroup").read_text().partition("::/")[2].strip()
-    for path in (group / "memory.events", Path("/proc/vmstat")):
+    for path in (own_group() / "memory.events", Path("/proc/vmstat")):
         with contextlib.suppress(OSError):
             for line in path.read_text().splitlines():
                 if line.startswith("oom_kill "):
