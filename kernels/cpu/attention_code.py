@@ -40,7 +40,7 @@ ITEMS_OF_THREAD = 4
 
 CHUNK_STEP = 64
 """Tokens that all rows of a work item read before the next ones: as many as fit into the L1
-cache."""
+cache. On tile registers they read a whole split, so that sums are loaded and stored once."""
 
 
 class DecodeArguments(ctypes.Structure):
@@ -99,7 +99,7 @@ class Scratch:
         sizes = {
             "places": 2 * SPLIT,  # 64-bit offsets
             "bounds": 4 * rows,  # 64-bit numbers
-            "weights": rows * WEIGHTS_STRIDE,
+            "weights": min(rows, shape.rows_at_once) * WEIGHTS_STRIDE,
             "queries": rows * shape.head_dim,
             "parts": rows * shape.part_numbers,
             "merged": rows * shape.part_numbers,
@@ -306,7 +306,8 @@ class AttentionCode:
             with code.loop(0, rows) as row:
                 after = position + row // shape.group + 1 - begin
                 self._put_bounds(memory["bounds"], row, after - window, after, split)
-            self._tiles.make_parts(code, rows, memory, split, CHUNK_STEP)
+            step = SPLIT if shape.amx else CHUNK_STEP
+            self._tiles.make_parts(code, rows, memory, split, step)
             with code.loop(0, rows * shape.part_numbers, step=shape.part_numbers) as at:
                 part = memory["parts"].from_(at)
                 code.call(self._merging.add, memory["merged"].from_(at), part)

@@ -5,12 +5,13 @@ whose keys are laid out first (attention_columns.py). TileProducts is for bfloat
 (amx.py), where keys and values are the weights of a product: they are laid out as such once per
 split. Both multiply int8 codes as they are (attention_tile.py).
 
-    scores     [rows, head_dim] x [head_dim, tokens], 64 tokens at a time
+    scores     [rows, head_dim] x [head_dim, tokens], 16 rows and 64 tokens or 32 and 32 at a time
     values     [rows, tokens] x [tokens, value_dim], 32 tokens at a time
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -224,7 +225,8 @@ class TileProducts:
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
         self._lay_out_keys, self._lay_out_values = self._keys_code(), self._values_code()
-        self._score, self._add = self._score_code(), self._add_code()
+        self._score = {tiles: self._score_code(tiles) for tiles in (1, 2)}
+        self._add = self._add_code()
 
     def lay_out(self, code: Function, memory: dict[str, Memory], split: ContextSplit) -> None:
         """Lays out keys and values in memory["keys"] and memory["values"]."""
@@ -240,7 +242,9 @@ class TileProducts:
         queries = memory["queries"].from_(at.row * size)
         keys = memory["keys"].of(BFLOAT16).from_(at.token * size)
         scores = memory["weights"].from_(at.row * WEIGHTS_STRIDE + at.token)
-        code.call(self._score, queries, keys, at.tokens, scores)
+        for tiles, how in ((1, "<="), (2, ">")):
+            with code.when(at.rows.compare(how, amx.HALF)):
+                code.call(self._score[tiles], queries, keys, at.tokens, scores)
 
     def values(
         self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
@@ -285,20 +289,22 @@ class TileProducts:
         code.end()
         return code
 
-    def _score_code(self) -> Function:
-        """(queries, keys, tokens, scores)"""
+    def _score_code(self, count: int) -> Function:
+        """Scores of `count` tiles of rows: (queries, keys, tokens, scores)"""
         size, types = self._shape.head_dim, [POINTER, POINTER, COUNT, POINTER]
-        code = Function(self._module, "scores", types, lanes=amx.LANES)
+        code = Function(self._module, f"scores_{count}", types, lanes=amx.LANES)
         queries, keys, tokens, scores = code.arguments
         queries, keys, tiles = queries.of(BFLOAT16), keys.of(BFLOAT16), amx.TileCode(code)
-        with code.loop(0, tokens, step=SUMS * amx.HALF) as first:
-            columns = [first + column for column in range(0, SUMS * amx.HALF, amx.HALF)]
+        of_rows = [queries.from_(tile * (amx.HALF * size)) for tile in range(count)]
+        with code.loop(0, tokens, step=SUMS // count * amx.HALF) as first:
+            columns = [first + place * amx.HALF for place in range(SUMS // count)]
             for register in range(SUMS):
                 tiles.zero(register)
             blocks = [keys.from_(column * size) for column in columns]
-            amx.add_products(code, tiles, [queries], 2 * size, size, blocks, amx.HALF)
-            for register, column in enumerate(columns):
-                tiles.store(register, scores.from_(column), 4 * WEIGHTS_STRIDE)
+            amx.add_products(code, tiles, of_rows, 2 * size, size, blocks, amx.HALF)
+            for register, (tile, column) in enumerate(product(range(count), columns)):
+                target = scores.from_(column + tile * (amx.HALF * WEIGHTS_STRIDE))
+                tiles.store(register, target, 4 * WEIGHTS_STRIDE)
         code.end()
         return code
 

@@ -108,9 +108,17 @@ class Heads:
         return ROWS_ON_TILES if self.amx else 1 << 30
 
     @property
-    def rows_weighed(self) -> int:
-        """Rows whose weights are computed together."""
-        return 2 if self.columns else 1
+    def rows_scored(self) -> int:
+        """Rows whose scores are computed together: with tile registers two tiles, which share each
+        register of keys."""
+        return 2 * self.rows if self.amx else self.rows
+
+    @property
+    def rows_weighed(self) -> tuple[int, ...]:
+        """Rows whose weights are computed together: as many as there are left, the most first."""
+        if self.amx:
+            return (4, 2, 1)
+        return (2, 1) if self.columns else (1,)
 
     def vectors(self, rows: int) -> int:
         """Vectors of each row's result that are summed at a time."""

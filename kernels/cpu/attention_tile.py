@@ -47,7 +47,7 @@ class Tiles:
 
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
-        self._weigh = {rows: weights_code(module, shape, rows) for rows in {1, shape.rows_weighed}}
+        self._weigh = {rows: weights_code(module, shape, rows) for rows in shape.rows_weighed}
         self._products = products_of(module, shape.multiplied)
         self._copy_scales = self._scales() if shape.scaled else None
         self._unpack = self._unpacking() if shape.unpacked else None
@@ -86,27 +86,29 @@ class Tiles:
         split: ContextSplit,
         step: int,
     ) -> None:
-        """Computes the parts of some of the rows."""
-        with self._steps(code, some, rows, memory, split, step) as at:
+        """Computes the parts of some of the rows, whose weights take the place of those before."""
+        memory = memory | {"weights": memory["weights"].from_(some[0] * -WEIGHTS_STRIDE)}
+        with self._steps(code, some, rows, memory, split, step, self._shape.rows_scored) as at:
             self._products.scores(code, at, memory, split)
         self._make_weights(code, some, rows, memory)
-        with self._steps(code, some, rows, memory, split, step) as at:
+        with self._steps(code, some, rows, memory, split, step, self._shape.rows) as at:
             self._products.values(code, at, memory, split)
 
     def _make_weights(
         self, code: Function, some: tuple[Count, Count], rows: Count, memory: dict[str, Memory]
     ) -> None:
-        """Computes the weights of some of the rows, several at a time, then one at a time."""
-        (first, last), several = some, self._shape.rows_weighed
-        whole = first + (last - first) // several * several
-        for start, stop, count in ((first, whole, several), (whole, last, 1)):
+        """Computes the weights of some of the rows."""
+        start, last = some
+        for count, weigh in self._weigh.items():
+            stop = start + (last - start) // count * count
             with code.loop(start, stop, step=count) as row:
                 bounds = memory["bounds"].of(COUNT)
-                tokens = self._tokens_of_tile(bounds, rows, row)
+                tokens = self._tokens_of_tile(bounds, rows, row, self._shape.rows)
                 part = memory["parts"].from_(row * self._shape.part_numbers)
                 scores = memory["weights"].from_(row * WEIGHTS_STRIDE)
                 given = (scores, tokens, bounds.from_(row * 2), part, memory["scales"])
-                code.call(self._weigh[count], *given)
+                code.call(weigh, *given)
+            start = stop
 
     def _unpacked(
         self, code: Function, memory: dict[str, Memory], split: ContextSplit, unpack: Function
@@ -142,20 +144,20 @@ class Tiles:
         memory: dict[str, Memory],
         split: ContextSplit,
         step: int,
+        size: int,
     ) -> Iterator[Step]:
-        """Loops over steps of tokens and, in each, over tiles of rows."""
-        size = self._shape.rows
+        """Loops over steps of tokens and, in each, over tiles of `size` rows."""
         with (
             code.loop(0, split.tokens, step=step) as token,
             code.loop(*some, step=size) as row,
         ):
-            seen = self._tokens_of_tile(memory["bounds"].of(COUNT), rows, row) - token
+            seen = self._tokens_of_tile(memory["bounds"].of(COUNT), rows, row, size) - token
             with code.when(seen.compare(">", 0)):
                 yield Step(row, (rows - row).at_most(size), token, seen.at_most(step))
 
-    def _tokens_of_tile(self, bounds: Memory, rows: Count, row: Count) -> Count:
+    @staticmethod
+    def _tokens_of_tile(bounds: Memory, rows: Count, row: Count, size: int) -> Count:
         """How many tokens the rows of a row's tile read: as many as its last row sees."""
-        size = self._shape.rows
         last = ((row // size + 1) * size).at_most(rows)
         return bounds.count(last * 2 - 1)
 
