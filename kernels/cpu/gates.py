@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
+from baton.kernels.cpu.compiler import AVX512
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Function
-from baton.kernels.cpu.vectors import Floats, constant, exp
+from baton.kernels.cpu.vectors import BFLOAT16, Floats, constant, exp, times_sigmoid
 from baton.kernels.linear import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 
@@ -41,11 +42,15 @@ def gate_code(
     gate, up, gated, rows, stride = code.arguments
     gated = gated.of(element)
     one = code.zero() + 1.0
+    is_short = element == BFLOAT16 and lanes == AVX512.lanes
     with code.loop(0, rows) as row:
         for column in range(0, panel, lanes):
             at = row * panel + column
             x, exponent, factor = GATES[name](gate.vector(at), up.vector(at))
-            found = x / (one + exp(code.zero() - exponent)) * factor
-            gated.put(found, row * stride + column)
+            if is_short:
+                share = times_sigmoid(x, exponent)
+            else:
+                share = x / (one + exp(code.zero() - exponent))
+            gated.put(share * factor, row * stride + column)
     code.end()
     return code

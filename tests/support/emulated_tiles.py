@@ -157,6 +157,7 @@ def emulated_tiles(monkeypatch: pytest.MonkeyPatch, *, of_bytes: bool = True) ->
         patched.setattr(integer_rows, "plus_byte_dot", _plus_byte_dot)
         patched.setattr(vectors, "above_floor", _above_floor)
         patched.setattr(vectors, "times_power", _times_power)
+        patched.setattr(vectors, "reciprocal", lambda x: (x - x + 1.0) / x)
         patched.setattr(compiler, "source_digest", lambda: f"emulated {of_bytes} {digest}")
         for cache in caches:
             cache.cache_clear()
