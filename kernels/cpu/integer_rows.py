@@ -174,7 +174,7 @@ def panel_code(
                     code.call(part, block, *rest)
             if tiles and step > FEW_ROWS:
                 with code.when(left.compare(">", FEW_ROWS)):
-                    code.call(tiles, block, left, *rest)
+                    code.call(tiles, row, block, left, *rest)
 
     if tiles:
         left_of_tiles = inputs % INPUTS_OF_TILE
@@ -283,11 +283,12 @@ def _joined(upper: Integers, lower: Integers) -> Floats:
 
 
 def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Type) -> Function:
-    """Up to 16 rows of int8, within `amx.tile_registers`:
-    (block, rows, inputs, panel, addend, its stride, out, its stride)"""
-    types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    """Up to 16 rows of int8, within `amx.tile_registers`; the first block of rows prefetches the
+    next panel: (the first of these rows, block, rows, inputs, panel, addend, its stride, out, its
+    stride)"""
+    types = [COUNT, POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"tiles_{result}", types, lanes=LANES)
-    block, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    first_row, block, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     addend, out, width = addend.of(element), out.of(result), vectors * LANES
     groups, depth, size = group_count(inputs, 8), block_depth(inputs, 8), ROWS * width
     space = code.builder.alloca(floats_type(LANES), size=3 * size // LANES)
@@ -295,32 +296,44 @@ def _tile_code(module: ir.Module, vectors: int, element: ir.Type, result: ir.Typ
     tiles, columns = amx.TileCode(code), range(0, width, LANES)
     scales = panel.from_(code_lanes(inputs, 8) * width)
     ahead = scales.from_(groups * width)
-    with code.loop(0, size, step=LANES) as at:
-        totals.put(code.zero(), at)
 
     def multiply(group: Count) -> None:
         target = passed.from_(group % 2 * size)
         _put_sums(code, tiles, block, panel, width, inputs, group, target)
 
-    multiply(groups * 0)
-    with code.loop(0, groups) as group:
-        # Tiles multiply the next group while vectors scale this one.
-        with code.when((group + 1).compare("<", groups)):
-            multiply(group + 1)
-        _fetch(code, ahead, group, inputs, width)
+    def scale(group: Count, *, first: bool = False, last: bool = False) -> None:
+        """Adds a group's sums to the totals, which begin with the first group's and leave memory
+        with the last one's."""
+        with code.when(first_row.compare("==", 0)):
+            _fetch(code, ahead, group, inputs, width)
         factors = [scales.vector(group * width + column) for column in columns]
         sums = passed.from_(group % 2 * size)
         with code.loop(0, rows) as row:
             of_row, place = block.from_(row * depth), row * width
             begin = _repeated(of_row, _begins_place(inputs, 8) + group)
-            scale = of_row.repeated(_scales_place(inputs, 8) + group)
+            of_group = of_row.repeated(_scales_place(inputs, 8) + group)
             for column, factor in zip(columns, factors, strict=True):
                 found = (_integers(sums, place + column) + begin).as_floats()
-                totals.put(totals.vector(place + column) + found * factor * scale, place + column)
-    with code.loop(0, rows) as row:
-        for column in columns:
-            added = addend.vector(row * addend_stride + column)
-            out.put(totals.vector(row * width + column) + added, row * out_stride + column)
+                total = code.zero() if first else totals.vector(place + column)
+                total = total + found * factor * of_group
+                if last:
+                    added = addend.vector(row * addend_stride + column)
+                    out.put(total + added, row * out_stride + column)
+                else:
+                    totals.put(total, place + column)
+
+    only, end = groups * 0, groups - 1
+    multiply(only)
+    with code.when(groups.compare("==", 1)):
+        scale(only, first=True, last=True)
+    with code.when(groups.compare(">", 1)):
+        # Tiles multiply the next group while vectors scale this one.
+        multiply(only + 1)
+        scale(only, first=True)
+        with code.loop(1, end) as group:
+            multiply(group + 1)
+            scale(group)
+        scale(end, last=True)
     code.end()
     return code
 
