@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
-
 import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.core.host_memory import available_bytes
 from baton.engine.model_choice import AnyArchitecture, KvDtype, stored_shape
+from baton.kernels import huge_pages
 from baton.kernels.fp8 import FP8
 
 
@@ -30,7 +27,7 @@ def empty_pages(
     shape = stored_shape(architecture.pages_shape(pages, page_size), kv_dtype, device)
     stored = stored_dtype(kv_dtype, dtype)
     if where == "cpu":
-        return _zeros(shape, stored)
+        return huge_pages.zeros(shape, stored)
     return torch.zeros(shape, dtype=stored, device=where)
 
 
@@ -46,17 +43,6 @@ def check_memory_left(kv_memory: int) -> None:
 def stored_dtype(kv_dtype: KvDtype, model: torch.dtype) -> torch.dtype:
     """The dtype of pages, for a model that computes in dtype `model`."""
     return {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}.get(kv_dtype, model)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in host memory that is taken when it is first written, in huge pages: 1 GiB is ready at
-    once, and a step that reads pages of many sequences misses fewer address translations."""
-    count = math.prod(shape)
-    size = count * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def _gib(size: int) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from baton.kernels import huge_pages
 from baton.kernels.cpu import code_cache
 
 if TYPE_CHECKING:
@@ -183,7 +184,8 @@ def scratch(*sizes: int) -> list[int]:
     """
     starts = list(itertools.accumulate(sizes, initial=0))
     if starts[-1] > _scratch.numbers:
-        _scratch.buffer, _scratch.numbers = torch.empty(starts[-1]), starts[-1]
+        _scratch.buffer = huge_pages.zeros((starts[-1],), torch.float32)
+        _scratch.numbers = starts[-1]
     base = _scratch.buffer.data_ptr()
     return [base + 4 * start for start in starts[:-1]]
 

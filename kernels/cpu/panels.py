@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.kernels import huge_pages
 from baton.kernels.cpu import amx, compiler, integer_product
 from baton.kernels.cpu.compiler import AVX2
 from baton.kernels.cpu.gates import GATES
@@ -74,7 +75,7 @@ class Panels:
             bias = None if bias is None else functional.pad(bias, (0, self._missing))
         self._balance = weight.balance if isinstance(weight, IntegerWeight) else None
         self._outputs = outputs + self._missing
-        self._panels = _packed(weight, self._tile)
+        self._panels = huge_pages.copied(_packed(weight, self._tile))
         self._inputs = inputs
         self._count = len(self._panels)
         self._bias = bias
