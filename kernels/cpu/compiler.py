@@ -167,10 +167,10 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def start_recording(recording: CallRecording) -> Tensor:
-    """Adds this thread's calls to `recording` from now on. Returns the buffer that they use."""
+def start_recording(recording: CallRecording) -> None:
+    """Adds this thread's calls, and the buffers that they use, to `recording` from now on."""
     _scratch.recording = recording
-    return _scratch.buffer
+    recording.keep(_scratch.buffer)
 
 
 def end_recording() -> None:
@@ -186,6 +186,8 @@ def scratch(*sizes: int) -> list[int]:
     if starts[-1] > _scratch.numbers:
         _scratch.buffer = huge_pages.zeros((starts[-1],), torch.float32)
         _scratch.numbers = starts[-1]
+        if _scratch.recording is not None:
+            _scratch.recording.keep(_scratch.buffer)
     base = _scratch.buffer.data_ptr()
     return [base + 4 * start for start in starts[:-1]]
 

@@ -50,6 +50,7 @@ class CallRecording:
         self._calls: list[tuple[int, int, bool]] = []  # work, offset of its arguments, alone
         self._arguments = bytearray()  # copies made before each call
         self._torch = _TorchOperations()
+        self._kept: list[Tensor] = []
 
     @property
     def foreign(self) -> set[str]:
@@ -60,8 +61,12 @@ class CallRecording:
         self._calls.append((work, len(self._arguments), alone))
         self._arguments += bytes(arguments)
 
+    def keep(self, buffer: Tensor) -> None:
+        """Keeps memory that the calls use for as long as they may be repeated."""
+        self._kept.append(buffer)
+
     def __enter__(self) -> CallRecording:
-        self._scratch = compiler.start_recording(self)
+        compiler.start_recording(self)
         self._torch.__enter__()  # type: ignore[no-untyped-call]
         return self
 
