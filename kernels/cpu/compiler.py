@@ -24,7 +24,6 @@ from baton.kernels.cpu import code_cache
 if TYPE_CHECKING:
     from llvmlite import ir
     from llvmlite.binding import TargetMachine
-    from torch import Tensor
 
     from baton.kernels.cpu.recording import CallRecording
 
