@@ -59,10 +59,24 @@ def test_a_conversation_goes_on(sdk: openai.OpenAI) -> None:
     assert second.usage is not None
     assert alone.usage is not None
     assert second.usage.input_tokens == alone.usage.input_tokens
+    listed = [*sdk.responses.input_items.list(second.id, limit=2, order="asc")]  # two pages
+    assert [(each.role, each.content[0].text) for each in listed] == turns  # type: ignore[union-attr]
+    assert listed[1].id == first.output[0].id
     for unknown in (alone.id, "resp_x"):
         with pytest.raises(openai.NotFoundError) as refused:
             sdk.responses.create(model=MODEL, input="?", previous_response_id=unknown)
         assert refused.value.param == "previous_response_id"
+
+
+def test_the_tokens_of_a_prompt_are_counted(sdk: openai.OpenAI) -> None:
+    first = sdk.responses.create(model=MODEL, input=QUESTION, temperature=0)
+    assert first.usage is not None
+    counted = sdk.responses.input_tokens.count(model=MODEL, input=QUESTION)
+    assert counted.input_tokens == first.usage.input_tokens
+    asked = {"input": "And of Italy?", "previous_response_id": first.id, "instructions": "Hm."}
+    second = sdk.responses.create(model=MODEL, max_output_tokens=1, **asked)  # type: ignore[call-overload]
+    counted = sdk.responses.input_tokens.count(model=MODEL, **asked)  # type: ignore[arg-type]
+    assert counted.input_tokens == second.usage.input_tokens
 
 
 def test_a_function_is_called_and_its_output_goes_back(sdk: openai.OpenAI) -> None:

@@ -29,6 +29,12 @@ from baton.router.edges.http.chat_request import TokenizeRequest
             {"role": "user", "name": "x", "content": [{"type": "text", "text": "a"}] * 2},
             Message("user", "a\na"),
         ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "a"}]},
+            Message("assistant", "a"),
+        ),
+        ({"role": "assistant", "content": None, "refusal": "a"}, Message("assistant", "a")),
+        ({"role": "assistant", "content": "a", "refusal": None}, Message("assistant", "a")),
     ],
 )
 def test_a_message_is_parsed(message: Json, read: Message) -> None:
@@ -51,6 +57,8 @@ def test_a_message_is_parsed(message: Json, read: Message) -> None:
         ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([{"role": "x", "content": [{"type": "refusal"}]}], "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "refusal"}]}], "messages[0].content[0].refusal"),
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
         ([{"role": "function", "content": "x"}], "messages[0]"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),

@@ -230,7 +230,7 @@ async def test_no_origin_is_allowed_by_default() -> None:
     ("method", "path", "status", "words"),
     [
         ("GET", "/v1/chat/completions", 405, '"/v1/chat/completions" takes POST requests, not GET'),
-        ("POST", "/v1/responses/input_tokens", 405, "requests, not POST"),
+        ("POST", "/v1/responses/resp_1", 405, "requests, not POST"),
         ("GET", "/v1/responses/x?stream=true", 400, "stream is not served"),
         ("GET", f"/v1/requests?limit=1{'0' * 5000}", 400, "limit must be 1 to 1000"),
         ("GET", f"/v1/requests?limit={'0' * 5000}1", 400, "limit must be 1 to 1000"),

@@ -6,7 +6,9 @@ import json
 
 import jsonschema
 import pytest
+from openai.types.responses import ResponseItem
 from openapi_document import document
+from pydantic import TypeAdapter
 
 from baton.core.errors import BatonError, InvalidRequest, NotServed, Unavailable, UnknownRequest
 from baton.core.generation_defaults import NO_DEFAULTS
@@ -15,9 +17,10 @@ from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, Tool
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, ToolCallDelta
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.http_errors import error_response
+from baton.router.edges.http.responses.input_items import listed_item
 from baton.router.edges.http.responses.responses_endpoint import ResponseStore, StoredResponse
-from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
-from baton.router.edges.http.responses.responses_request import ResponsesRequest
+from baton.router.edges.http.responses.responses_renderer import Items, ResponsesRenderer
+from baton.router.edges.http.responses.responses_request import MessageItem, ResponsesRequest
 from baton.router.prompts.output_grammar import ANY_OBJECT
 from baton.v1 import inference_pb2 as pb
 from tests.support.http_bodies import addressed
@@ -87,6 +90,14 @@ def test_items_become_messages() -> None:
     )
 
 
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    said = [{"type": "output_text", "text": "Hm."}, {"type": "refusal", "refusal": "No."}]
+    items = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}]
+    assert chat(input=items).messages == (USER, Message("assistant", "Hm.\nNo."))
+    with pytest.raises(InvalidRequest, match=r"input\[0\]\.content\[0\]\.refusal is missing"):
+        request(input=[{"role": "assistant", "content": [{"type": "refusal", "text": "No."}]}])
+
+
 RAIN: Json = {"type": "function", "name": "rain", "parameters": {"properties": {}}, "strict": True}
 TOOL = Tool("rain", "", '{"type": "object", "properties": {}}')
 NAMED: Json = {"type": "function", "name": "rain"}
@@ -97,7 +108,7 @@ def test_functions_of_a_namespace_are_offered_and_a_search_is_not() -> None:
     body = ResponsesRequest.parse(
         {"input": "Hello", "tools": [agents, {"type": "web_search", "external_web_access": False}]}
     )
-    assert body.chat_prompt(()).tools == chat(tools=[RAIN]).tools
+    assert body.chat_prompt().tools == chat(tools=[RAIN]).tools
     assert body.namespaces == {RAIN["name"]: "agents"}
 
 
@@ -182,9 +193,9 @@ CALLED: list[AnswerEvent] = [
 ]
 
 
-def renderer(**fields: object) -> ResponsesRenderer:
+def renderer(history: Items | None = None, **fields: object) -> ResponsesRenderer:
     body = ResponsesRequest.parse({"input": "Hello", **fields})
-    return ResponsesRenderer(body, addressed(body, "id"))
+    return ResponsesRenderer(body, addressed(body, "id"), history)
 
 
 def whole(events: list[AnswerEvent], made: ResponsesRenderer | None = None) -> Json:
@@ -291,11 +302,10 @@ def test_a_stored_response_is_followed_by_its_owner() -> None:
     body = whole(CALLED, made)
     assert json.loads(store.body("me", made.id)) == body
     said = Message("assistant", "I look.", (ToolCall("c1", "rain", '{"city":"é"}'),), "", "", "Hm.")
-    assert store.conversation("me", made.id) == (USER, said)
     follower = ResponsesRequest.parse(
         {"input": [{"type": "function_call_output", "call_id": "c1", "output": "heavy"}]}
     )
-    assert follower.chat_prompt(store.conversation("me", made.id)).messages == (
+    assert follower.chat_prompt(store.conversation("me", made.id).values()).messages == (
         USER,
         said,
         Message("tool", "heavy", tool_call_id="c1", name="rain"),
@@ -319,11 +329,16 @@ def test_a_reference_stands_for_an_item_of_a_stored_response() -> None:
 
     def messages(owner: str, *items: Json) -> tuple[Message, ...]:
         body = ResponsesRequest.parse({"input": [*items]})
-        return body.resolved(lambda name: store.item(owner, name)).chat_prompt(()).messages
+        return body.resolved(lambda name: store.item(owner, name)).chat_prompt().messages
 
     hello, again = ({"role": "user", "content": text} for text in ("Hello", "Again"))
-    expected = (*store.conversation("me", made.id), Message("user", "Again"))
-    assert messages("me", hello, *references, again) == expected
+    before = ResponsesRequest.parse({"input": [again]}).chat_prompt(
+        store.conversation("me", made.id).values()
+    )
+    assert messages("me", hello, *references, again) == before.messages
+    (asked,) = store.inputs("me", made.id)
+    asked_again = {"type": "item_reference", "id": asked}
+    assert messages("me", asked_again, *references, again) == before.messages
     for name in ("", "msg_1", made.id, f"{references[0]['id']}0"):
         with pytest.raises(UnknownRequest) as refused:
             messages("me", {"type": "item_reference", "id": name})
@@ -332,6 +347,41 @@ def test_a_reference_stands_for_an_item_of_a_stored_response() -> None:
         messages("you", references[0])
     with pytest.raises(InvalidRequest, match="twice"):
         messages("me", *references, references[0])
+
+
+def test_the_items_that_a_response_was_made_from_are_listed() -> None:
+    """With those of the responses before it, as the API's types have them."""
+    parts = [{"type": "text", "text": "Paris"}, {"type": "refusal", "refusal": "No."}]
+    given: list[Json] = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": parts},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c1", "name": "rain", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "heavy"},
+        {"type": "function_call_output", "call_id": "c1", "output": [parts[0]]},
+    ]
+    store, first = ResponseStore(), renderer(input=given)
+    store.run("me", first)
+    running = store.inputs("me", first.id)
+    whole(CALLED, first)
+    assert store.inputs("me", first.id) == running
+    second = renderer(store.conversation("me", first.id))
+    found = [listed_item(*each) for each in second.inputs.items()]
+    for item in found:
+        check(item, "ListedItem")
+        TypeAdapter(ResponseItem).validate_python(item, strict=True)
+    assert len({item["id"] for item in found}) == len(found) == 6 + 3 + 1
+    assert found[1]["content"] == [
+        {"type": "output_text", "text": "Paris", "annotations": [], "logprobs": []},
+        {"type": "refusal", "refusal": "No."},
+    ]
+    assert [found[place]["output"] for place in (4, 5)] == [
+        "heavy",
+        [{"type": "input_text", "text": "Paris"}],
+    ]
+    for owner, name in (("you", first.id), ("me", "resp_1")):
+        with pytest.raises(UnknownRequest):
+            store.inputs(owner, name)
 
 
 async def test_a_running_response_is_cancelled() -> None:
@@ -356,7 +406,9 @@ def test_a_response_that_nobody_waits_for_any_more_is_forgotten() -> None:
 
 
 def test_the_store_is_bounded_and_drops_what_was_not_used_for_longest() -> None:
-    response = StoredResponse(b"x" * 1000, (Message("user", "y" * 1000),))
+    said = MessageItem(role="user", content="y" * 1000)
+    response = StoredResponse(b"x" * 1000, {"msg_1": said})
+    assert response.size > StoredResponse(b"x" * 1000).size + 999
     store = ResponseStore(limit=3 * response.size)
     for name in "abc":
         store.keep("", name, response)
@@ -366,7 +418,7 @@ def test_the_store_is_bounded_and_drops_what_was_not_used_for_longest() -> None:
         store.body("", "b")
     for name in "acd":
         assert store.body("", name) == response.body
-    huge = StoredResponse(b"x" * 10_000, ())
+    huge = StoredResponse(b"x" * 10_000)
     store.keep("", "e", huge)
     with pytest.raises(UnknownRequest):
         store.body("", "e")

@@ -38,6 +38,7 @@ from baton.router.edges.http.request_model import (
     about,
     invalid,
     shown,
+    tag_by_type,
     token_ids,
 )
 
@@ -58,6 +59,14 @@ class CalledFunction(StrictModel):
     arguments: ToolText
 
 
+@with_config(ConfigDict(strict=True))
+class RefusalPart(TypedDict):
+    """What the assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: PromptText
+
+
 class AssistantCall(StrictModel):
     id: ToolText
     function: CalledFunction
@@ -67,16 +76,19 @@ class AssistantCall(StrictModel):
 
 
 Content = TextOrParts[TextPart]
+SaidContent = TextOrParts[
+    Annotated[
+        Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+        Discriminator(tag_by_type("text", "refusal")),
+    ]
+]
 
 
-class WithText(TypedDict):
-    text: str
-
-
-def joined(content: str | Sequence[WithText] | None) -> str:
+def joined(content: str | Sequence[Mapping[str, object]] | None) -> str:
+    """The text of a content or of its parts, refusals included."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(str(part.get("text", part.get("refusal"))) for part in content)
 
 
 # Chat templates have no developer role, OpenAI's newer name of system.
@@ -99,7 +111,8 @@ class Prediction(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content | None = None
+    content: SaidContent | None = None
+    refusal: PromptText | None = about("The assistant's, in place of content.")
     tool_calls: Annotated[list[AssistantCall], Field(fail_fast=True)] | None = None
     function_call: object = about("Not served; use tool_calls.")
     tool_call_id: ShortText | None = about("The call that a tool message answers.")
@@ -108,7 +121,7 @@ class ChatMessage(StrictModel):
 
     def to_message(self, place: int) -> Message:
         """Raises for fields that contradict each other; `place` is the message's index."""
-        content = self.content
+        content = self.refusal if self.content is None else self.content
         if self.role == "function" or self.function_call:
             path = f"messages[{place}]"
             raise NotServed(f"{path} uses functions, which are not served: use tools", field=path)

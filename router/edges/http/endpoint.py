@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import Cancelled, InvalidRequest
+from baton.core.errors import Cancelled
 from baton.core.process import cancel_all
 from baton.core.proto_json import Json
 from baton.core.types import Request
@@ -32,7 +32,6 @@ from baton.router.edges.http.answer_renderer import AnswerRenderer, Body, encode
 from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.http_errors import error_response, request_id_headers
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
-from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import CACHE_HEADER
 from baton.router.served_models import ServedModel
 from baton.v1 import inference_pb2 as pb
@@ -71,14 +70,6 @@ def catch_errors(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
 
 def json_response(content: Json) -> Response:
     return Response(encode(content), media_type="application/json")
-
-
-def query_limit(given: str | None, default: int, most: int) -> int:
-    if given is None:
-        return default
-    if not given.isdecimal() or len(given) > 9 or not 1 <= int(given) <= most:
-        raise InvalidRequest(f"limit must be 1 to {most}, not {shown(given)}", field="limit")
-    return int(given)
 
 
 class GenerationEndpoint(Generic[Body]):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Collection
-from importlib import resources
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -14,7 +12,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import __version__
@@ -46,14 +43,16 @@ from baton.router.edges.http.endpoint import (
     Endpoint,
     GenerationEndpoint,
     json_response,
-    query_limit,
     request_id_of,
 )
 from baton.router.edges.http.http_errors import MESSAGES_PATH, error_response
 from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
 from baton.router.edges.http.messages.messages_request import CountTokensRequest
 from baton.router.edges.http.openapi import STRING, ApiRoute
+from baton.router.edges.http.page_routes import page_routes
+from baton.router.edges.http.paging import query_limit
 from baton.router.edges.http.request_model import shown
+from baton.router.edges.http.responses.input_items import MAX_ITEMS_LISTED
 from baton.router.edges.http.responses.responses_endpoint import ResponsesEndpoint
 from baton.router.followed_models import FollowedModels
 from baton.router.observe.ledger import KEPT_REQUESTS
@@ -65,22 +64,6 @@ OPEN_PATHS = ("/health", "/ready")
 
 TARGETS = "/metrics/targets"
 MODEL = api.query("model")
-_PAGE_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
-# Nothing from other hosts, nothing inline, no frame around it, and no text that becomes HTML.
-_PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
-    " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
-    " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",
-}
 
 
 class ApiKeyMiddleware:
@@ -140,7 +123,7 @@ class HttpApp:
         # Paths with a parameter last, since they would match fixed paths too.
         routes = [each.route() for each in sorted(table, key=lambda each: "{" in each.path)]
         self.batched = {each.path: each.app for each in routes if each.path in BATCH_ENDPOINTS}
-        page = _page_routes()
+        page = page_routes()
         admin_paths = [each.path for each in table if each.admin]
         open_paths = [*OPEN_PATHS, *(route.path for route in page)]
         if open_metrics:
@@ -169,6 +152,9 @@ class HttpApp:
         stored = api.get("ResponseAnswer", "404")
         deleted = api.get("DeletedResponse", "404", method="delete")
         cancelled = api.get("ResponseAnswer", "400", "404", method="post")
+        limit = api.limit(20, MAX_ITEMS_LISTED)
+        inputs = api.listed("InputItemList", limit, *map(api.query, ("after", "order")))
+        tokens_item = api.post("ResponsesRequest", "InputTokensAnswer")
         return [
             ApiRoute("/v1/chat/completions", chat, chat_item),
             ApiRoute("/v1/completions", completions, completion_item),
@@ -177,6 +163,8 @@ class HttpApp:
             ApiRoute("/v1/responses", responses, response_item),
             ApiRoute("/v1/responses/{response_id}", responses.stored, stored | deleted),
             ApiRoute("/v1/responses/{response_id}/cancel", responses.cancel, cancelled),
+            ApiRoute("/v1/responses/{response_id}/input_items", responses.inputs, inputs),
+            ApiRoute("/v1/responses/input_tokens", responses.count, tokens_item, "input"),
         ]
 
     def _other_routes(self, admin: AdminEndpoints) -> list[ApiRoute]:
@@ -375,25 +363,3 @@ async def _wrong_method(http: HttpRequest, error: Exception) -> Response:
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
     return error_response(error, request_id_of(http), path=http.url.path)
-
-
-def _page_routes() -> list[Route]:
-    """The page's files, kept in memory."""
-    routes = []
-    for entry in resources.files(__package__).joinpath("page").iterdir():
-        endpoint = _file_endpoint(entry.read_bytes(), _PAGE_TYPES[entry.name.rpartition(".")[2]])
-        routes.append(Route(f"/page/{entry.name}", endpoint))
-        if entry.name == "index.html":
-            routes.append(Route("/", endpoint))
-    return routes
-
-
-def _file_endpoint(content: bytes, media_type: str) -> Endpoint:
-    headers = {**_PAGE_HEADERS, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}
-
-    async def endpoint(http: HttpRequest) -> Response:
-        if http.headers.get("if-none-match") == headers["etag"]:
-            return Response(None, 304, headers)
-        return Response(content, headers=headers, media_type=media_type)
-
-    return endpoint

@@ -60,6 +60,7 @@ from baton.router.edges.http.messages.messages_renderer import (
     MessageEvent,
 )
 from baton.router.edges.http.messages.messages_request import CountTokensRequest, MessagesRequest
+from baton.router.edges.http.responses.input_items import InputItemList, InputTokensAnswer
 from baton.router.edges.http.responses.responses_renderer import (
     DeletedResponse,
     ResponseAnswer,
@@ -94,6 +95,7 @@ _ANSWERS = (
     *(TokenizerInfo, TargetGroup, HealthStatus, Version, ErrorBody, MessagesErrorBody),
     *(MessageAnswer, MessageEvent, CountTokensAnswer, EmbeddingsAnswer),
     *(ResponseAnswer, ResponseEvent, DeletedResponse, FileList, DeletedFile, BatchList),
+    *(InputItemList, InputTokensAnswer),
     *(LoadedAdapter, RemovedAdapter, AddedModel, RemovedModel),
 )
 # Rendered by core/proto_json.py.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
@@ -23,10 +22,10 @@ from baton.router.edges.http.batches.batch_store import (
     BatchRequest,
     BatchStore,
 )
-from baton.router.edges.http.batches.file_store import FileObject, unknown_id
+from baton.router.edges.http.batches.file_store import FileObject
 from baton.router.edges.http.body import body_chunks, parse_body, receive_timeout
-from baton.router.edges.http.endpoint import json_response, query_limit
-from baton.router.edges.http.request_model import shown
+from baton.router.edges.http.endpoint import json_response
+from baton.router.edges.http.paging import page, unknown_id
 
 MAX_FILE_BYTES = 200 * 2**20
 MAX_FILES_LISTED = 10_000
@@ -34,8 +33,6 @@ MAX_FORM_FIELDS = 8  # of an upload
 MAX_BATCHES_LISTED = 100
 UPLOAD_SECONDS = 3600.0
 _MARGIN = 64 * 2**10  # for the rest of an upload's form
-
-Listed = TypeVar("Listed", FileObject, BatchObject)
 
 
 class FileList(TypedDict):
@@ -79,7 +76,7 @@ class BatchEndpoints:
         found = await asyncio.to_thread(store.files, owner)
         purpose = http.query_params.get("purpose")
         found = [file for file in found if purpose in (None, file["purpose"])]
-        return _page(http, found, MAX_FILES_LISTED, MAX_FILES_LISTED)
+        return json_response(page(http.query_params, found, MAX_FILES_LISTED, MAX_FILES_LISTED))
 
     async def _upload(self, http: HttpRequest) -> Json:
         form = await _form(http)
@@ -116,7 +113,7 @@ class BatchEndpoints:
         store, owner = self._store, http.user.key.name
         if http.method != "POST":
             found = await asyncio.to_thread(store.batches, owner)
-            return _page(http, found, 20, MAX_BATCHES_LISTED)
+            return json_response(page(http.query_params, found, 20, MAX_BATCHES_LISTED))
         body = await parse_body(http, BatchRequest.parse)
         return json_response({**await asyncio.to_thread(store.create, owner, body)})
 
@@ -152,30 +149,3 @@ def _expiry(form: FormData, longest: float) -> float:
         limits = f"{LEAST_EXPIRY} to {MAX_EXPIRY}"
         raise InvalidRequest(f"expires_after[seconds] must be {limits}", field="expires_after")
     return min(float(seconds), longest)
-
-
-def _page(http: HttpRequest, found: Sequence[Listed], default: int, most: int) -> Response:
-    """Returns at most `limit` items after the id `after`. `found` has the newest first."""
-    query = http.query_params
-    match query.get("order", "desc"):
-        case "asc":
-            found = found[::-1]
-        case order if order != "desc":
-            raise InvalidRequest(f"order must be asc or desc, not {shown(order)}", field="order")
-    limit = query_limit(query.get("limit"), default, most)
-    if after := query.get("after"):
-        places = [place for place, each in enumerate(found) if each["id"] == after]
-        if not places:
-            raise unknown_id(after)
-        found = found[places[0] + 1 :]
-    page = found[:limit]
-    ids: list[Any] = [each["id"] for each in page] or [None]
-    return json_response(
-        {
-            "object": "list",
-            "data": [{**each} for each in page],
-            "first_id": ids[0],
-            "last_id": ids[-1],
-            "has_more": len(found) > limit,
-        }
-    )

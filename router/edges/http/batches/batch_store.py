@@ -26,10 +26,10 @@ from baton.router.edges.http.batches.file_store import (
     FileStore,
     raise_if_full,
     read_all,
-    unknown_id,
     write_json,
 )
 from baton.router.edges.http.generation_request import ShortText
+from baton.router.edges.http.paging import unknown_id
 from baton.router.edges.http.request_model import RequestModel, StrictModel, about, seconds_of
 
 LEAST_EXPIRY = 3600

@@ -20,8 +20,9 @@ from typing import Any, BinaryIO, Literal
 from typing_extensions import TypedDict
 
 from baton.core.config import BatchesConfig
-from baton.core.errors import Exhausted, InvalidConfig, UnknownRequest
+from baton.core.errors import Exhausted, InvalidConfig
 from baton.router.edges.http.answer_renderer import encode
+from baton.router.edges.http.paging import unknown_id
 
 _TENANT = "tenant-"
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-output|-errors)?")
@@ -161,10 +162,6 @@ def _size(path: Path) -> int:
 def raise_if_full(error: OSError) -> None:
     if error.errno in _FULL:
         raise Exhausted("the server's disk is full; delete files, or try later") from error
-
-
-def unknown_id(identity: str) -> UnknownRequest:
-    return UnknownRequest(f"there is no {identity[:80]!r} here", field="id")
 
 
 def write_json(path: Path, value: object, *, durable: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -13,12 +13,19 @@ from starlette.responses import Response
 
 from baton.core.errors import InvalidRequest, NotServed, UnknownRequest
 from baton.core.proto_json import Json
-from baton.core.types import Message, Request
+from baton.core.types import Request
 from baton.router.edges.auth import Caller
 from baton.router.edges.edge_context import EdgeContext
+from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.endpoint import GenerationEndpoint, json_response
-from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
-from baton.router.edges.http.responses.responses_request import AssistantItem, ResponsesRequest
+from baton.router.edges.http.paging import page
+from baton.router.edges.http.responses.input_items import MAX_ITEMS_LISTED, listed_item
+from baton.router.edges.http.responses.responses_renderer import Items, ResponsesRenderer
+from baton.router.edges.http.responses.responses_request import (
+    InputItem,
+    ResponsesRequest,
+    text_size,
+)
 from baton.router.served_models import ServedModel
 
 STORED_CHARACTERS = 64 * 2**20
@@ -31,13 +38,16 @@ _OVERHEAD = 1024
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     body: bytes
-    conversation: tuple[Message, ...]  # history, input and output
-    items: Mapping[str, AssistantItem] = field(default_factory=dict)  # the output's, by id
+    inputs: Items = field(default_factory=dict)  # the conversation that was answered
+    outputs: Items = field(default_factory=dict)
+
+    @property
+    def conversation(self) -> Items:
+        return {**self.inputs, **self.outputs}
 
     @property
     def size(self) -> int:
-        messages = (_size(message) for message in self.conversation)
-        return _OVERHEAD + len(self.body) + sum(messages)
+        return _OVERHEAD + len(self.body) + sum(map(text_size, self.conversation.values()))
 
 
 class ResponseStore:
@@ -69,21 +79,28 @@ class ResponseStore:
             _, oldest = self._stored.popitem(last=False)
             self._size -= oldest.size
 
-    def conversation(self, owner: str, response_id: str) -> tuple[Message, ...]:
+    def conversation(self, owner: str, response_id: str) -> Items:
+        """Up to and including the response; none without an id."""
+        if not response_id:
+            return {}
         return self._find(owner, response_id, "previous_response_id").conversation
 
-    def item(self, owner: str, item_id: str) -> AssistantItem:
+    def inputs(self, owner: str, response_id: str) -> Items:
+        return (self._running.get((owner, response_id)) or self._find(owner, response_id)).inputs
+
+    def item(self, owner: str, item_id: str) -> InputItem:
         """The item of a stored response, whose number is part of the item's id."""
         number = item_id.partition("_")[2].rpartition("_")[0]
         key = owner, f"resp_{number}"
         stored = self._stored.get(key)
-        if stored is None or item_id not in stored.items:
+        items = stored.conversation if stored else {}
+        if item_id not in items:
             raise UnknownRequest(
                 f"there is no item {item_id!r} in this router's memory; send the item itself",
                 field="input",
             )
         self._stored.move_to_end(key)
-        return stored.items[item_id]
+        return items[item_id]
 
     def body(self, owner: str, response_id: str) -> bytes:
         running = self._running.get((owner, response_id))
@@ -111,11 +128,6 @@ class ResponseStore:
             ) from None
 
 
-def _size(message: Message) -> int:
-    calls = sum(len(call.arguments) for call in message.tool_calls)
-    return len(message.content) + len(message.reasoning) + calls
-
-
 class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     def __init__(self, context: EdgeContext) -> None:
         super().__init__(ResponsesRenderer, context)
@@ -130,15 +142,16 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     ) -> tuple[ResponsesRequest, tuple[Request, ...], ServedModel]:
         """Adds the conversation that the response continues."""
         body, (request,), model = super()._parse(content, request_id, caller)
-        if not body.previous_response_id:
-            return body, (request,), model
-        history = self._store.conversation(caller.key.name, body.previous_response_id)
-        return body, (dataclasses.replace(request, prompt=body.chat_prompt(history)),), model
+        prompt = body.chat_prompt(self._history(body, caller).values())
+        return body, (dataclasses.replace(request, prompt=prompt),), model
+
+    def _history(self, body: ResponsesRequest, caller: Caller) -> Items:
+        return self._store.conversation(caller.key.name, body.previous_response_id)
 
     def _render(
         self, body: ResponsesRequest, requests: Sequence[Request], caller: Caller
     ) -> ResponsesRenderer:
-        renderer = ResponsesRenderer(body, requests)
+        renderer = ResponsesRenderer(body, requests, self._history(body, caller))
         if body.store:
             self._store.run(caller.key.name, renderer)
         return renderer
@@ -151,6 +164,20 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
             return Response(self._store.body(owner, response_id), media_type="application/json")
         self._store.delete(owner, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def inputs(self, http: HttpRequest) -> Response:
+        found = self._store.inputs(http.user.key.name, http.path_params["response_id"])
+        newest = [listed_item(*each) for each in reversed([*found.items()])]
+        return json_response(page(http.query_params, newest, 20, MAX_ITEMS_LISTED))
+
+    async def count(self, http: HttpRequest) -> Response:
+        """The tokens of a response's prompt."""
+        caller, find = http.user, self._context.find_generating
+        body = await parse_body(http, lambda content: self._read(content, caller), find)
+        history = self._history(body, caller).values()
+        serving = self._context.find(body.model, caller).serving
+        tokens, _ = await serving.tokenize(body.chat_prompt(history))
+        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     async def cancel(self, http: HttpRequest) -> Response:
         body = self._store.cancel(http.user.key.name, http.path_params["response_id"])

@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NotRequired
 
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from baton.core.proto_json import Json
-from baton.core.types import ChatPrompt, Message, Request, ToolCall
+from baton.core.types import Request
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.answer_types import ResponseCacheUsage
 from baton.router.edges.http.block_renderer import Block, BlockKind, BlockRenderer, server_event
+from baton.router.edges.http.responses.input_items import named_items
 from baton.router.edges.http.responses.responses_request import (
     AssistantItem,
     CallItem,
+    InputItem,
     MessageItem,
     ReasoningItem,
     ResponsesRequest,
@@ -42,9 +44,11 @@ _DELTAS: dict[BlockKind, str] = {
 }
 
 
-OnEnd = Callable[[bytes, tuple[Message, ...], dict[str, AssistantItem]], None]
-"""Called at the end with the response, the conversation up to and including it, and the response's
-items by id."""
+Items = Mapping[str, InputItem]
+"""Of a conversation, by id and in order."""
+
+OnEnd = Callable[[bytes, Items, Items], None]
+"""Called at the end with the response, the conversation before it, and its items."""
 
 
 class OutputPart(TypedDict):
@@ -140,15 +144,16 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
     prompt_field = "input"
     id_prefix = "req_"
 
-    def __init__(self, body: ResponsesRequest, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, body: ResponsesRequest, requests: Sequence[Request], history: Items | None = None
+    ) -> None:
+        """`history`: the conversation that the response continues."""
         super().__init__(body, requests)
         # A stored response needs a unique id; the request's may come from the caller.
         self._number = uuid.uuid4().hex
         self.id = f"resp_{self._number}"
         self._sampling = requests[0].sampling
-        prompt = requests[0].prompt
-        assert isinstance(prompt, ChatPrompt)
-        self._conversation = prompt.messages[1:] if body.instructions else prompt.messages
+        self.inputs = {**(history or {}), **named_items(body.input, self._number)}
         self._events = 0
         self._error: ResponseErrorObject | None = None
         self._cancelled = False
@@ -173,20 +178,8 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         body = self.current()
         if self.on_end:
             items = {self._item_id(each): _as_input(each) for each in self._blocks}
-            self.on_end(body, (*self._conversation, self._output_message()), items)
+            self.on_end(body, self.inputs, items)
         return body
-
-    def _output_message(self) -> Message:
-        return Message(
-            "assistant",
-            self._joined("text"),
-            tuple(
-                ToolCall(each.call.id, each.call.name, each.text)
-                for each in self._blocks
-                if each.kind == "call"
-            ),
-            reasoning=self._joined("reasoning"),
-        )
 
     def failure(self, body: bytes) -> bytes:
         error = json.loads(body)["error"]
@@ -194,9 +187,6 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         code = error["code"] if known else "server_error"
         self._error = {"code": code, "message": error["message"]}
         return self._final_event("response.failed")
-
-    def _joined(self, kind: BlockKind) -> str:
-        return "".join(each.text for each in self._blocks if each.kind == kind)
 
     def _begin(self) -> Iterator[bytes]:
         for name in ("response.created", "response.in_progress"):
@@ -351,10 +341,12 @@ def _as_input(block: Block) -> AssistantItem:
     """Not validated, since an answer may be longer than a field of a request."""
     if block.kind == "call":
         call = block.call
-        return CallItem.model_construct(call_id=call.id, name=call.name, arguments=block.text)
+        return CallItem.model_construct(
+            type="function_call", call_id=call.id, name=call.name, arguments=block.text
+        )
     if block.kind == "reasoning":
         part = {"type": "reasoning_text", "text": block.text}
-        return ReasoningItem.model_construct(content=[part])
+        return ReasoningItem.model_construct(type="reasoning", content=[part])
     return MessageItem.model_construct(role="assistant", content=block.text)
 
 

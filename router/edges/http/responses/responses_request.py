@@ -17,6 +17,7 @@ from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, Tool
 from baton.router.edges.http.chat_request import (
     TEMPLATE_ROLES,
     Effort,
+    RefusalPart,
     ToolText,
     choose_tools,
     joined,
@@ -51,6 +52,10 @@ class ItemPart(TypedDict):
     text: PromptText
 
 
+SaidPart = Annotated[
+    Annotated[ItemPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(tag_by_type("text", "refusal")),
+]
 ItemParts = Annotated[list[ItemPart], Field(fail_fast=True)]
 ItemContent = TextOrParts[ItemPart]
 
@@ -58,7 +63,7 @@ ItemContent = TextOrParts[ItemPart]
 class MessageItem(StrictModel):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: ItemContent
+    content: TextOrParts[SaidPart]
 
 
 class CallItem(StrictModel):
@@ -115,9 +120,8 @@ class _Turn:
         return [Message("assistant", text, tuple(self.calls), reasoning=reasoning)]
 
 
-def _messages(items: Iterable[InputItem], names: dict[str, str]) -> Iterator[Message]:
-    """`names` maps call ids to tool names and is updated."""
-    turn = _Turn()
+def _messages(items: Iterable[InputItem]) -> Iterator[Message]:
+    turn, names = _Turn(), dict[str, str]()  # the names of called tools by call
     for item in items:
         match item:
             case ReasoningItem():
@@ -135,7 +139,8 @@ def _messages(items: Iterable[InputItem], names: dict[str, str]) -> Iterator[Mes
     yield from turn.messages()
 
 
-def _size(item: InputItem) -> int:
+def text_size(item: InputItem) -> int:
+    """Characters."""
     match item:
         case MessageItem():
             return len(joined(item.content))
@@ -288,19 +293,18 @@ class ResponsesRequest(GenerationRequest):
         request = self._request(
             request_id,
             defaults,
-            self.chat_prompt(()),
+            self.chat_prompt(),
             max_tokens=self.max_output_tokens,
             stop=(),
             structure=self.text.format.structure if self.text.format else None,
         )
         return (request,)
 
-    def chat_prompt(self, history: tuple[Message, ...]) -> ChatPrompt:
+    def chat_prompt(self, history: Iterable[InputItem] = ()) -> ChatPrompt:
         """`history` is the conversation up to and including the stored response."""
-        names = {call.id: call.name for message in history for call in message.tool_calls}
         rules = [Message("system", self.instructions)] if self.instructions else []
         chat = ChatPrompt(
-            (*rules, *history, *_messages(self.input, names)),
+            (*rules, *_messages((*history, *self.input))),
             template_kwargs=template_kwargs(self.reasoning.effort, {}),
         )
         choice, allowed = self.tool_choice or "auto", list[str]()
@@ -312,7 +316,7 @@ class ResponsesRequest(GenerationRequest):
             mode = choice
         return choose_tools(chat, [each.tool() for each, _ in self._functions()], mode, allowed)
 
-    def resolved(self, find: Callable[[str], AssistantItem]) -> Self:
+    def resolved(self, find: Callable[[str], InputItem]) -> Self:
         """Replaces references by the items that they stand for."""
         names = [item.id for item in self.input if isinstance(item, ItemReference)]
         if not names:
@@ -320,7 +324,7 @@ class ResponsesRequest(GenerationRequest):
         if len(set(names)) < len(names):
             raise InvalidRequest("input must not refer to an item twice", field="input")
         items = [find(item.id) if isinstance(item, ItemReference) else item for item in self.input]
-        if sum(map(_size, items)) > MAX_PROMPT_CHARACTERS:
+        if sum(map(text_size, items)) > MAX_PROMPT_CHARACTERS:
             raise InvalidRequest(
                 f"input must have at most {MAX_PROMPT_CHARACTERS} characters", field="input"
             )
