@@ -74,7 +74,8 @@ class Floats:
         return self._call("fma", one, self._same(other), self)
 
     def at_least(self, other: Floats | float) -> Floats:
-        return self._call("maxnum", self, self._same(other))
+        """NaN stays NaN."""
+        return self._call("maximum", self, self._same(other), fastmath=("nsz",))
 
     def or_greater(self, other: Floats) -> Floats:
         """As at_least for numbers that are not NaN: on x86_64 one instruction instead of three."""
@@ -88,7 +89,8 @@ class Floats:
         return Floats(builder, builder.bitcast(builder.call(greater, bits), self.value.type))
 
     def at_most(self, other: Floats | float) -> Floats:
-        return self._call("minnum", self, self._same(other))
+        """NaN stays NaN."""
+        return self._call("minimum", self, self._same(other), fastmath=("nsz",))
 
     def magnitude(self) -> Floats:
         return self._call("fabs", self)
@@ -136,8 +138,8 @@ class Floats:
         return self.arranged(self, [0] * lanes)
 
     def above(self, number: float) -> ir.Value:
-        """A condition for each lane."""
-        return self.builder.fcmp_ordered(">", self.value, self._same(number).value)
+        """A condition for each lane; NaN is above any number."""
+        return self.builder.fcmp_unordered(">", self.value, self._same(number).value)
 
     def where(self, condition: ir.Value, other: Floats) -> Floats:
         """self where the condition holds, other elsewhere."""

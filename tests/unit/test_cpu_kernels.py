@@ -12,9 +12,11 @@ import torch
 from emulated_tiles import emulated_tiles
 from engine_loop import load, serve
 from kernel_checks import assert_close
+from kv_codes import encode
 from tiny_models import TINY_MODELS, generate_with_transformers, save
 from torch import Tensor
 
+from baton.engine.model_choice import KvDtype
 from baton.kernels.attention import (
     ChunkReads,
     DecodeReads,
@@ -350,6 +352,30 @@ def test_attention_does_not_read_what_a_query_does_not_see() -> None:
     pages.kv[hidden // 16, :, :, hidden % 16] = torch.nan
     pages.kv[:, 0] = torch.nan
     assert torch.equal(decode_attention(pages.query, pages.cache, reads, SCORING), before)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+def test_what_is_not_a_number_spoils_all_that_it_is_used_for(
+    dtype: torch.dtype, kv_dtype: KvDtype
+) -> None:
+    """A model whose numbers overflow ends in an error, so attention must not hide them."""
+    pages = Pages(8, 2, 64, 16)
+    kv, query = pages.kv.to(dtype), pages.query.to(dtype)
+    query[0, 3, 5] = torch.nan
+    kv[pages.tables[1, 2], 1, 0, 7, 0, 9] = torch.nan  # a key of position 39
+    kv[pages.tables[2, 1], 1, 1, 3, 1, 20] = torch.nan  # a value of position 19
+    cache = layer_caches(encode(kv, kv_dtype))[1]
+    found = decode_attention(query, cache, pages.reads([0, 0, 0], [300, 40, 600]), SCORING)
+    spoiled = found.view(3, 8, 64).isnan()
+    heads = torch.zeros(3, 8, dtype=torch.bool)
+    heads[0, 3] = heads[1, :4] = heads[2, 4:] = True
+    assert torch.equal(spoiled.any(-1), heads)
+    assert bool(spoiled[:2].all(-1).eq(heads[:2]).all())
+    chunk = ChunkReads(pages.tables[0, :19].contiguous(), 0, 298, 300, None)
+    found = chunk_attention(query[0, :8].expand(2, -1, -1).contiguous(), cache, chunk, SCORING)
+    assert torch.equal(found.view(2, 8, 64).isnan().all(-1), heads[:1].expand(2, -1))
 
 
 @compiled
