@@ -2,7 +2,7 @@
 
 Both compute rows as attention_tile.py describes. Their work items differ:
 
-    decode   one key head of one sequence over one split; a second function merges the parts
+    decode   some key heads of one sequence over one split; a second function merges the parts
     chunk    one key head of some tokens over their whole context, split by split, so that a
              split's keys and values are read once for all of the tokens
 """
@@ -58,6 +58,7 @@ class DecodeArguments(ctypes.Structure):
         ("end", ctypes.c_void_p),  # [sequences], the position after the last one
         ("sequences", ctypes.c_int64),
         ("splits", ctypes.c_int64),  # most splits of any sequence
+        ("heads_of_item", ctypes.c_int64),  # key heads of a work item
         ("sinks", ctypes.c_void_p),  # float32 [heads]
         ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
         ("parts", ctypes.c_void_p),  # [sequences, heads, splits, part_numbers]
@@ -156,6 +157,13 @@ class AttentionCode:
         each = tokens * self._shape.kv_heads // (ITEMS_OF_THREAD * threads)
         return min(max(each, self._least), self._most)
 
+    def heads_of_item(self, splits: int, threads: int) -> int:
+        """Key heads of a work item, for this many splits of all sequences, of which half may lie
+        after a sequence's end. Heads lie beside each other in memory, so one thread reads all of
+        them if there are items enough. No result depends on it."""
+        heads = self._shape.kv_heads
+        return min(max(1, heads * splits // (2 * ITEMS_OF_THREAD * threads)), heads)
+
     def write(self) -> ir.Module:
         self._module = ir.Module("attention")
         self._tiles = Tiles(self._module, self._shape)
@@ -166,55 +174,57 @@ class AttentionCode:
         return self._module
 
     def _attend(self) -> None:
-        shape, part = self._shape, self._part()
+        shape, item = self._shape, self._item()
         code = Function(self._module, "attend", [POINTER], lanes=shape.lanes, exported=True)
         structure = code.arguments[0]
         given = Arguments(structure, DecodeArguments)
         scratch, splits = self.decode_scratch.of_thread(code, given), given.count("splits")
-        items = given.count("sequences") * shape.kv_heads * splits
+        heads = given.count("heads_of_item")
+        groups = (heads + (shape.kv_heads - 1)) // heads
+        items = given.count("sequences") * groups * splits
         registers = amx.tile_registers(code, used=shape.amx)
-        with registers, code.claim(given.field("items_claimed"), items) as item:
-            index, rest = item % splits, item // splits
-            code.call(
-                part, structure, scratch, rest // shape.kv_heads, rest % shape.kv_heads, index
-            )
+        with registers, code.claim(given.field("items_claimed"), items) as number:
+            index, rest = number % splits, number // splits
+            code.call(item, structure, scratch, rest // groups, rest % groups * heads, index)
         code.end()
 
-    def _part(self) -> Function:
-        """One split of one key head: (arguments, scratch, sequence, kv_head, split)"""
+    def _item(self) -> Function:
+        """One split of some key heads: (arguments, scratch, sequence, first kv_head, split)"""
         shape, types = self._shape, [POINTER, POINTER, COUNT, COUNT, COUNT]
-        code = Function(self._module, "part", types, lanes=shape.lanes)
-        structure, scratch, sequence, kv_head, index = code.arguments
+        code = Function(self._module, "item", types, lanes=shape.lanes)
+        structure, scratch, sequence, first_head, index = code.arguments
         given = Arguments(structure, DecodeArguments)
         memory, splits = self.decode_scratch.parts_of(scratch), given.count("splits")
-        head = kv_head * shape.group
-        query = given.memory("queries", shape.element).from_(
-            sequence * given.count("query_stride") + head * shape.head_dim
-        )
-        with code.loop(0, shape.group * shape.head_dim, step=shape.head_dim) as at:
-            copy_query(code, shape, query.from_(at), memory["queries"].from_(at))
         table = given.memory("tables", COUNT).from_(sequence * given.count("table_width"))
         start, first, end = (
             given.memory(name, COUNT).count(sequence) for name in ("start", "first", "end")
         )
         pages = PageTable(table, given.count("page_stride"), start)
         rows, number = Count(code.builder, ir.Constant(COUNT, shape.group)), first // SPLIT + index
-        seen = self._split(code, given, memory, pages, number, first, end, kv_head, rows)
-        begin, split = seen
-        if shape.amx and not shape.unpacked:
-            prefetch_keys(code, shape, split)
+        begin, split = self._split(code, given, memory, pages, number, first, end, rows)
         with code.loop(0, shape.group) as row:
             self._put_bounds(memory["bounds"], row, first - begin, end - begin, split)
-        parts = given.memory("parts").from_(
-            ((sequence * shape.heads + head) * splits + index) * shape.part_numbers
-        )
-        self._tiles.make_parts(code, rows, memory, split, SPLIT)
-        with (
-            code.loop(0, shape.group) as row,
-            code.loop(0, shape.part_numbers, step=shape.lanes) as at,
-        ):
-            part = memory["parts"].vector(row * shape.part_numbers + at)
-            parts.put(part, row * splits * shape.part_numbers + at)
+        last_head = (first_head + given.count("heads_of_item")).at_most(shape.kv_heads)
+        with code.loop(first_head, last_head) as kv_head:
+            head = kv_head * shape.group
+            query = given.memory("queries", shape.element).from_(
+                sequence * given.count("query_stride") + head * shape.head_dim
+            )
+            with code.loop(0, shape.group * shape.head_dim, step=shape.head_dim) as at:
+                copy_query(code, shape, query.from_(at), memory["queries"].from_(at))
+            of_head = split.of_head(kv_head * shape.head_stride)
+            if shape.amx and not shape.unpacked:
+                prefetch_keys(code, shape, of_head)
+            parts = given.memory("parts").from_(
+                ((sequence * shape.heads + head) * splits + index) * shape.part_numbers
+            )
+            self._tiles.make_parts(code, rows, memory, of_head, SPLIT)
+            with (
+                code.loop(0, shape.group) as row,
+                code.loop(0, shape.part_numbers, step=shape.lanes) as at,
+            ):
+                part = memory["parts"].vector(row * shape.part_numbers + at)
+                parts.put(part, row * splits * shape.part_numbers + at)
         code.end()
         return code
 
@@ -227,14 +237,14 @@ class AttentionCode:
         number: Count,
         first: Count,
         end: Count,
-        kv_head: Count,
         rows: Count,
     ) -> tuple[Count, ContextSplit]:
-        """Where split `number` begins, and the split cut to positions [first, end)."""
+        """Where split `number` begins, and the split of the first key head, cut to positions
+        [first, end)."""
         shape = self._shape
         begin = (number * SPLIT).at_least(first // shape.aligned * shape.aligned)
         stop = ((number + 1) * SPLIT).at_most(end)
-        keys = given.memory("cache", shape.stored).from_(kv_head * shape.head_stride)
+        keys = given.memory("cache", shape.stored)
         values = keys.from_(shape.value_offset)
         places = memory["places"].of(COUNT)
         split = ContextSplit(keys, values, places, (stop - begin).at_least(0), rows)
@@ -301,8 +311,8 @@ class AttentionCode:
             given.memory("table", COUNT), given.count("page_stride"), given.count("start")
         )
         with code.loop(first // SPLIT, (end + SPLIT - 1) // SPLIT) as number:
-            seen = self._split(code, given, memory, pages, number, first, end, kv_head, rows)
-            begin, split = seen
+            begin, split = self._split(code, given, memory, pages, number, first, end, rows)
+            split = split.of_head(kv_head * shape.head_stride)
             with code.loop(0, rows) as row:
                 after = position + row // shape.group + 1 - begin
                 self._put_bounds(memory["bounds"], row, after - window, after, split)

@@ -147,6 +147,10 @@ class ContextSplit:
     tokens: Count
     rows: Count
 
+    def of_head(self, offset: Count) -> ContextSplit:
+        """The same tokens of the key head that is `offset` numbers further."""
+        return replace(self, keys=self.keys.from_(offset), values=self.values.from_(offset))
+
 
 @dataclass(frozen=True)
 class PageTable:

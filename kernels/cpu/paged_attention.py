@@ -66,6 +66,7 @@ class CompiledAttention:
             reads.end.data_ptr(),
             batch,
             splits,
+            self._code.heads_of_item(batch * splits, threads),
             self._address(sinks),
             scratch,
             parts,
