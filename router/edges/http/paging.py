@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from baton.core.errors import InvalidRequest, UnknownRequest
 from baton.core.proto_json import Json
 from baton.router.edges.http.request_model import shown
-
-Listed = TypeVar("Listed", bound=Mapping[str, object])
 
 
 def query_limit(given: str | None, default: int, most: int) -> int:
@@ -20,28 +17,25 @@ def query_limit(given: str | None, default: int, most: int) -> int:
     return int(given)
 
 
-def page(query: Mapping[str, str], found: Sequence[Listed], default: int, most: int) -> Json:
-    """At most `limit` items after the id `after`. `found` has the newest first."""
+def page(
+    query: Mapping[str, str], ids: Sequence[str], default: int, most: int
+) -> tuple[Sequence[str], Json]:
+    """At most `limit` ids after the id `after`, and the list's other fields. `ids` has the newest
+    first."""
     match query.get("order", "desc"):
         case "asc":
-            found = found[::-1]
+            ids = ids[::-1]
         case order if order != "desc":
             raise InvalidRequest(f"order must be asc or desc, not {shown(order)}", field="order")
     limit = query_limit(query.get("limit"), default, most)
     if after := query.get("after"):
-        places = [place for place, each in enumerate(found) if each["id"] == after]
-        if not places:
+        if after not in ids:
             raise unknown_id(after)
-        found = found[places[0] + 1 :]
-    shown_items = [{**each} for each in found[:limit]]
-    ids = [each["id"] for each in shown_items] or [None]
-    return {
-        "object": "list",
-        "data": shown_items,
-        "first_id": ids[0],
-        "last_id": ids[-1],
-        "has_more": len(found) > limit,
-    }
+        ids = ids[ids.index(after) + 1 :]
+    chosen = ids[:limit]
+    first, last = (chosen[0], chosen[-1]) if chosen else (None, None)
+    ends: Json = {"first_id": first, "last_id": last, "has_more": len(ids) > limit}
+    return chosen, {"object": "list", **ends}
 
 
 def unknown_id(identity: str) -> UnknownRequest:

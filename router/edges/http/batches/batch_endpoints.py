@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Literal
 
@@ -76,7 +77,7 @@ class BatchEndpoints:
         found = await asyncio.to_thread(store.files, owner)
         purpose = http.query_params.get("purpose")
         found = [file for file in found if purpose in (None, file["purpose"])]
-        return json_response(page(http.query_params, found, MAX_FILES_LISTED, MAX_FILES_LISTED))
+        return _page(http, found, MAX_FILES_LISTED, MAX_FILES_LISTED)
 
     async def _upload(self, http: HttpRequest) -> Json:
         form = await _form(http)
@@ -113,7 +114,7 @@ class BatchEndpoints:
         store, owner = self._store, http.user.key.name
         if http.method != "POST":
             found = await asyncio.to_thread(store.batches, owner)
-            return json_response(page(http.query_params, found, 20, MAX_BATCHES_LISTED))
+            return _page(http, found, 20, MAX_BATCHES_LISTED)
         body = await parse_body(http, BatchRequest.parse)
         return json_response({**await asyncio.to_thread(store.create, owner, body)})
 
@@ -149,3 +150,11 @@ def _expiry(form: FormData, longest: float) -> float:
         limits = f"{LEAST_EXPIRY} to {MAX_EXPIRY}"
         raise InvalidRequest(f"expires_after[seconds] must be {limits}", field="expires_after")
     return min(float(seconds), longest)
+
+
+def _page(
+    http: HttpRequest, found: Sequence[FileObject] | Sequence[BatchObject], default: int, most: int
+) -> Response:
+    by_id = {each["id"]: each for each in found}
+    names, listed = page(http.query_params, [*by_id], default, most)
+    return json_response({**listed, "data": [{**by_id[each]} for each in names]})

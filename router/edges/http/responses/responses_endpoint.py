@@ -31,8 +31,8 @@ from baton.router.served_models import ServedModel
 STORED_CHARACTERS = 64 * 2**20
 """Limit for all responses together. Each counts with the whole conversation before it."""
 
-_OVERHEAD = 1024
-"""Characters that a response counts in addition to its text."""
+_OVERHEAD, _ITEM_OVERHEAD = 1024, 128
+"""Characters that a response and each item of its conversation count in addition to their text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        return _OVERHEAD + len(self.body) + sum(map(text_size, self.conversation.values()))
+        items = (*self.inputs.values(), *self.outputs.values())
+        return _OVERHEAD + len(self.body) + sum(_ITEM_OVERHEAD + text_size(each) for each in items)
 
 
 class ResponseStore:
@@ -93,14 +94,15 @@ class ResponseStore:
         number = item_id.partition("_")[2].rpartition("_")[0]
         key = owner, f"resp_{number}"
         stored = self._stored.get(key)
-        items = stored.conversation if stored else {}
-        if item_id not in items:
+        both = (stored.outputs, stored.inputs) if stored else ()
+        found = [items[item_id] for items in both if item_id in items]
+        if not found:
             raise UnknownRequest(
                 f"there is no item {item_id!r} in this router's memory; send the item itself",
                 field="input",
             )
         self._stored.move_to_end(key)
-        return items[item_id]
+        return found[0]
 
     def body(self, owner: str, response_id: str) -> bytes:
         running = self._running.get((owner, response_id))
@@ -167,8 +169,9 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
 
     async def inputs(self, http: HttpRequest) -> Response:
         found = self._store.inputs(http.user.key.name, http.path_params["response_id"])
-        newest = [listed_item(*each) for each in reversed([*found.items()])]
-        return json_response(page(http.query_params, newest, 20, MAX_ITEMS_LISTED))
+        newest = [*found][::-1]
+        names, listed = page(http.query_params, newest, 20, MAX_ITEMS_LISTED)
+        return json_response({**listed, "data": [listed_item(each, found[each]) for each in names]})
 
     async def count(self, http: HttpRequest) -> Response:
         """The tokens of a response's prompt."""
