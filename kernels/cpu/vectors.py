@@ -356,11 +356,9 @@ def narrowed(numbers: Floats) -> ir.Value:
 
 
 def whole_numbers(numbers: Floats) -> ir.Value:
-    """Rounds to 32-bit integers, ties to even."""
-    integers = ir.VectorType(LANE, numbers.lanes)
-    name = f"llvm.fptosi.sat.v{numbers.lanes}i32.v{numbers.lanes}f32"
-    convert = declare(numbers.builder.module, name, integers, [numbers.value.type])
-    return numbers.builder.call(convert, [numbers.nearest().value])
+    """Rounds to 32-bit integers, ties to even. Any integer for numbers beyond these and for NaN:
+    x86_64 would convert lane by lane to define it."""
+    return numbers.builder.fptosi(numbers.nearest().value, ir.VectorType(LANE, numbers.lanes))
 
 
 def codes_of(numbers: Floats) -> ir.Value:
