@@ -36,7 +36,8 @@ CHUNK_ROWS_LAID_OUT = 192
 """The same if keys are laid out for each work item."""
 
 ITEMS_OF_THREAD = 4
-"""An item gets more than CHUNK_ROWS only if each thread has at least this many items."""
+"""An item gets more than CHUNK_ROWS, or several key heads, only if each thread has at least this
+many items."""
 
 CHUNK_STEP = 64
 """Tokens that all rows of a work item read before the next ones: as many as fit into the L1
