@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import anthropic
@@ -48,6 +49,13 @@ def test_a_question_is_answered(sdk: anthropic.Anthropic) -> None:
     usage = message.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
     assert usage.output_tokens == 8
+
+
+def test_the_models_are_listed(sdk: anthropic.Anthropic) -> None:
+    (model,) = sdk.models.list()
+    assert (model.id, model.type, model.display_name) == (EMBEDDED_NAME, "model", EMBEDDED_NAME)
+    assert model.created_at.timestamp() <= time.time()
+    assert sdk.models.retrieve(EMBEDDED_NAME).id == EMBEDDED_NAME
 
 
 def test_an_answer_streams(sdk: anthropic.Anthropic) -> None:

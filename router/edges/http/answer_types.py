@@ -181,10 +181,15 @@ class MessagesErrorBody(TypedDict):
 
 
 class ModelObject(TypedDict):
+    """The fields of the OpenAI API, then those of the Anthropic API."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
     max_model_len: int | None
     parent: NotRequired[str]
 
@@ -192,6 +197,9 @@ class ModelObject(TypedDict):
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[ModelObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False]
 
 
 class AddedModel(TypedDict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from datetime import UTC, datetime
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -203,8 +204,11 @@ class HttpApp:
         )
 
     async def _models(self, http: HttpRequest) -> Response:
-        models = [self._model_object(name) for name in self._context.model_names(http.user)]
-        return json_response({"object": "list", "data": models})
+        names = [*self._context.model_names(http.user)]
+        first, last = (names[0], names[-1]) if names else (None, None)
+        ends: Json = {"first_id": first, "last_id": last, "has_more": False}
+        models = [self._model_object(name) for name in names]
+        return json_response({"object": "list", "data": models, **ends})
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
@@ -223,6 +227,9 @@ class HttpApp:
             "object": "model",
             "created": served.created,
             "owned_by": "baton",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
             "max_model_len": embedding.max_tokens if embedding and embeds else context,
         }
         return model if embeds or name == served.name else {**model, "parent": served.name}
