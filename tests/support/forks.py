@@ -67,7 +67,7 @@ class Forked:
 
 def fork(target: Callable[..., None], arguments: tuple[object, ...]) -> BaseProcess:
     """The first call starts the process to fork, with this environment."""
-    process = _context.Process(target=target, args=arguments, daemon=True)
+    process = _context.Process(target=_preloaded, args=(target, *arguments), daemon=True)
     with _starting:
         before = dict(os.environ)
         # Torch reads it once, at import.
@@ -79,6 +79,11 @@ def fork(target: Callable[..., None], arguments: tuple[object, ...]) -> BaseProc
             os.environ.clear()
             os.environ.update(before)
     return process
+
+
+def _preloaded(target: Callable[..., None], *arguments: object) -> None:
+    importlib.import_module("preloaded")  # a fork server hides that it could not import it
+    target(*arguments)
 
 
 def _run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:

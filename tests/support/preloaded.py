@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from baton.core.process import uncollected_imports
+from baton.core.process import no_collections
 from baton.router.edges.http import openapi
 
 MODULES = (
@@ -61,7 +61,7 @@ def _compile() -> None:
         cache.prepare_rotation(cache.layer_caches(kv)[0], kv.dtype)
 
 
-with uncollected_imports():
+with no_collections():
     for _module in MODULES:
         importlib.import_module(_module)
 _load_ucx()
