@@ -5,45 +5,34 @@ If several ranks run the model, each keeps only its own part (architecture.Split
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Arrange, Checkpoint, Cut
+from baton.engine.expert_weights import ExpertLoader
 from baton.engine.key_balance import balance_keys
 from baton.engine.latent_config import NORM_EPSILON
 from baton.engine.model import Layer, Model
 from baton.engine.model_choice import WeightQuantization
 from baton.engine.random_tensors import RandomTensors
-from baton.engine.rotations import interleave_pairs, separate_pairs
-from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear, SummedNorms
+from baton.engine.rotations import interleave_pairs
+from baton.engine.tensor_parallel import Group, SummedLinear, SummedNorms
 from baton.engine.weight_codes import CodedWeights, join_grids, multiplies_exact_codes, packs
+from baton.engine.weight_reader import WeightReader
 from baton.kernels.attention import Scoring
 from baton.kernels.exact_codes import FineGrid
-from baton.kernels.experts import MLP, NO_BIASES, ExpertBiases, Experts
+from baton.kernels.experts import MLP
 from baton.kernels.latent import LatentHeads
 from baton.kernels.linear import AnyGrid, GatedLinear, HeadLinear, Linear, RMSNorm
-from baton.kernels.routing import Routing
-
-Name = TypeVar("Name")
 
 Projections = tuple[Linear, LatentHeads | None, RMSNorm | None, RMSNorm | None]
 """A layer's qkv and what is between it and attention: latents, norms of queries and keys."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-
-EXPERTS = ("mlp.", "block_sparse_moe.")
-SHARED_EXPERTS = ("shared_expert.", "shared_experts.")
-ROUTERS = ("gate", "router")
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-MIXTRAL_PROJECTIONS = ("w1", "w3", "w2")
-"""Alternative names in checkpoints. The first one present is used."""
 
 
 def load_model(
@@ -86,8 +75,8 @@ class _Loader:
         self._group = group
         self._split = group.split if group else Split()
         self._architecture = self._split.of(architecture)
-        self._dtype = dtype
-        self._device = device
+        self._reader = WeightReader(source, self._architecture, self._split, dtype, device)
+        self._experts = ExpertLoader(self._reader, group)
 
     def load(self, balanced: bool) -> Model:
         shape = self._architecture
@@ -97,13 +86,13 @@ class _Loader:
             layer = self._layer(index)
             layers.append(balance_keys(layer, shape) if balanced else layer)
             self._codes.finish_layer(layers[-1])
-        norm = self._norm("model.norm.weight", shape.hidden)
+        norm = self._reader.norm("model.norm.weight", shape.hidden)
         head = self._codes.finish_head(self._head(embedding, grid))
         self._source.finish(shape.prefixes_not_run)
         self._codes.report(layers)
         scale = shape.embedding_scale
         if shape.embedding_root:
-            scale = float(torch.tensor(scale, dtype=self._dtype))
+            scale = float(torch.tensor(scale, dtype=self._reader.dtype))
         return Model(shape, embedding, scale, layers, norm, head)
 
     def _embedding(self) -> tuple[Tensor, FineGrid | None]:
@@ -116,7 +105,7 @@ class _Loader:
         """A matrix with a row for each token, and the grid of its codes in float32."""
         rows, hidden = self._architecture.vocabulary_size, self._architecture.hidden
         grid = self._codes.exact_grid(self._source, name, Cut(0, rows, ((0, rows),)))
-        return self._tensor(name, rows, hidden), grid
+        return self._reader.tensor(name, rows, hidden), grid
 
     def _head(self, embedding: Tensor, grid: FineGrid | None) -> Linear:
         """The head, without rows on ranks that do not sample.
@@ -146,7 +135,7 @@ class _Loader:
         summed_norms = self._summed_norms(query_norm, key_norm)
         values = shape.heads * (shape.latent.value if shape.latent else shape.head_dim)
         norms = {
-            field: self._norm(f"{prefix}{name}.weight", shape.hidden) if name else None
+            field: self._reader.norm(f"{prefix}{name}.weight", shape.hidden) if name else None
             for field, name in shape.norms._asdict().items()
         }
         return Layer(
@@ -161,7 +150,7 @@ class _Loader:
             output=self._summed(attention + "o_proj", values, bias=shape.output_bias),
             attention_after=norms["attention_after"],
             mlp_norm=norms["mlp"],
-            mlp=self._experts(prefix) if shape.sparse[index] else self._mlp(prefix + "mlp."),
+            mlp=self._experts.load(prefix) if shape.sparse[index] else self._mlp(prefix + "mlp."),
             mlp_after=norms["mlp_after"],
             window=shape.windows[index],
             rope=place,
@@ -176,94 +165,6 @@ class _Loader:
         gate_up = GatedLinear(weight, biases, shape.activation)
         self._codes.add(gate_up, grid)
         return MLP(gate_up, self._summed(prefix + "down_proj", size, bias=bias))
-
-    def _experts(self, layer: str) -> Experts:
-        routing, hidden = self._architecture.routing, self._architecture.hidden
-        assert routing is not None
-        prefix = layer + self._stored(EXPERTS, lambda name: f"{layer}{name}gate.weight")
-        gate_up = self._empty(routing.every, 2 * routing.columns, hidden)
-        down = self._empty(routing.every, hidden, routing.columns)
-        self._routed_experts(prefix + "experts.", gate_up[: routing.experts], down)
-        if routing.shared:
-            self._shared_experts(prefix, gate_up[routing.experts :], down[routing.experts :])
-        biases = self._expert_biases(prefix + "experts.", routing)
-        router, correction = self._expert_router(prefix, routing)
-        parts = (routing, router, correction, gate_up, down, self._architecture.activation, biases)
-        return SummedExperts(self._group, *parts) if self._group else Experts(*parts)
-
-    def _expert_router(self, prefix: str, routing: Routing) -> tuple[Linear, Tensor | None]:
-        """The router, and the correction of its scores."""
-        weight = self._empty(routing.outputs, self._architecture.hidden)
-        name = prefix + self._stored(ROUTERS, lambda name: f"{prefix}{name}.weight")
-        self._source.copy(f"{name}.weight", weight[: routing.experts])
-        if routing.shared_gate:
-            self._source.copy(f"{prefix}shared_expert_gate.weight", weight[routing.experts :])
-        bias = self._tensor(f"{name}.bias", routing.outputs) if routing.biased else None
-        correction = None
-        if routing.corrected:
-            correction = self._empty(routing.experts).float()
-            self._source.copy(f"{name}.e_score_correction_bias", correction)
-        return Linear(weight, bias), correction
-
-    def _routed_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
-        """gate_up [experts, 2 * columns, hidden]; down [experts or more, hidden, columns].
-
-        Stored one by one, or all as one tensor.
-        """
-        columns = down.shape[2]
-        if self._architecture.interleaved:
-            pairs = self._cut(2, 2 * columns)
-            name = f"{prefix}gate_up_proj"
-            self._source.copy(name, gate_up.transpose(1, 2), separate_pairs, pairs)
-            cut = self._cut(1, columns)
-            self._source.copy(f"{prefix}down_proj", down.transpose(1, 2), cut=cut)
-            return
-        if f"{prefix}gate_up_proj" in self._source:
-            halves = self._cut(1, columns, columns)
-            self._source.copy(f"{prefix}gate_up_proj", gate_up, cut=halves)
-            cut = self._cut(2, columns)
-            self._source.copy(f"{prefix}down_proj", down[: len(gate_up)], cut=cut)
-            return
-        names = (PROJECTIONS, MIXTRAL_PROJECTIONS)
-        gate, up, out = self._stored(names, lambda each: f"{prefix}0.{each[0]}.weight")
-        for index, both in enumerate(gate_up):
-            for name, target in ((gate, both[:columns]), (up, both[columns:])):
-                cut = self._cut(0, columns)
-                self._source.copy(f"{prefix}{index}.{name}.weight", target, cut=cut)
-            cut = self._cut(1, columns)
-            self._source.copy(f"{prefix}{index}.{out}.weight", down[index], cut=cut)
-
-    def _expert_biases(self, prefix: str, routing: Routing) -> ExpertBiases:
-        """As in _summed, only rank 0 has the biases of projections onto the residual."""
-        if not routing.biased:
-            return NO_BIASES
-        gate_up, down = self._empty(routing.every, 2 * routing.columns), None
-        pairs = self._cut(1, 2 * routing.columns)
-        self._source.copy(f"{prefix}gate_up_proj_bias", gate_up, separate_pairs, pairs)
-        if self._split.rank:
-            self._source.skip(f"{prefix}down_proj_bias")
-        else:
-            shape = (routing.every, self._architecture.hidden)
-            down = self._tensor(f"{prefix}down_proj_bias", *shape)
-        return ExpertBiases(gate_up, down)
-
-    def _shared_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
-        """gate_up [shared, 2 * columns, hidden]; down [shared, hidden, columns].
-
-        Stored as one MLP: its columns are split over the experts, and each expert's over the ranks.
-        """
-        shared, hidden, columns = down.shape
-        rank, cut = self._split.rank, (shared, self._split.size, columns)
-        stored = self._stored(SHARED_EXPERTS, lambda name: f"{prefix}{name}down_proj.weight")
-        for index, name in enumerate(PROJECTIONS[:2]):
-            whole = self._tensor(f"{prefix}{stored}{name}.weight", math.prod(cut), hidden)
-            gate_up.view(shared, 2, columns, hidden)[:, index] = whole.view(*cut, hidden)[:, rank]
-        whole = self._tensor(f"{prefix}{stored}down_proj.weight", hidden, math.prod(cut))
-        down.copy_(whole.view(hidden, *cut)[:, :, rank].transpose(0, 1))
-
-    def _stored(self, names: Sequence[Name], tensor: Callable[[Name], str]) -> Name:
-        """The first of the names whose tensor is present; the first one if none is."""
-        return next((name for name in names if tensor(name) in self._source), names[0])
 
     def _by_heads(self, prefix: str, place: int | None) -> Projections:
         shape = self._architecture
@@ -291,16 +192,18 @@ class _Loader:
         if latent.query_rank:
             size = latent.query_rank
             norm = self._latent_norm(f"{prefix}q_a_layernorm.weight", size)
-            query = Linear(self._queries(f"{prefix}q_b_proj.weight", self._empty(queries, size)))
-        weight = self._empty(size + latent.rank + latent.rotated, self._architecture.hidden)
+            query = Linear(
+                self._queries(f"{prefix}q_b_proj.weight", self._reader.empty(queries, size))
+            )
+        weight = self._reader.empty(size + latent.rank + latent.rotated, self._architecture.hidden)
         if query:
             self._source.copy(f"{prefix}q_a_proj.weight", weight[:size])
         else:
             self._queries(f"{prefix}q_proj.weight", weight[:size])
         self._source.copy(f"{prefix}kv_a_proj_with_mqa.weight", weight[size:])
         self._join_pairs(weight[-latent.rotated :])
-        both = self._empty(heads * (latent.plain + latent.value), latent.rank)
-        self._source.copy(f"{prefix}kv_b_proj.weight", both, cut=self._cut(0, len(both)))
+        both = self._reader.empty(heads * (latent.plain + latent.value), latent.rank)
+        self._source.copy(f"{prefix}kv_b_proj.weight", both, cut=self._reader.cut(0, len(both)))
         both = both.view(heads, -1, latent.rank)
         absorb = HeadLinear(both[:, : latent.plain].transpose(1, 2).contiguous())
         expand = HeadLinear(both[:, latent.plain :].contiguous())
@@ -313,7 +216,7 @@ class _Loader:
         """weight [heads * (plain + rotated), inputs]"""
         latent = self._architecture.latent
         assert latent is not None
-        self._source.copy(name, weight, cut=self._cut(0, len(weight)))
+        self._source.copy(name, weight, cut=self._reader.cut(0, len(weight)))
         for head in weight.view(-1, latent.plain + latent.rotated, weight.shape[1]):
             self._join_pairs(head[latent.plain :])
         return weight
@@ -324,7 +227,7 @@ class _Loader:
             rows.copy_(interleave_pairs(rows.clone(), len(rows), len(rows)))
 
     def _latent_norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self._tensor(name, size), NORM_EPSILON)
+        return RMSNorm(self._reader.tensor(name, size), NORM_EPSILON)
 
     def _joined(
         self, prefix: str, sizes: dict[str, int], fused: str | None, *, bias: bool
@@ -332,12 +235,12 @@ class _Loader:
         """Joins the weights, biases and codes of projections of the residual, {name: outputs}. In
         the checkpoint they are `fused` or separate."""
         rows = sum(sizes.values())
-        weight = self._empty(rows, self._architecture.hidden)
-        biases = self._empty(rows) if bias else None
+        weight = self._reader.empty(rows, self._architecture.hidden)
+        biases = self._reader.empty(rows) if bias else None
         start, grids = 0, []
         parts = {fused: tuple(sizes.values())} if fused else {n: (s,) for n, s in sizes.items()}
         for name, some in parts.items():
-            mine, cut = slice(start, start + sum(some)), self._cut(0, *some)
+            mine, cut = slice(start, start + sum(some)), self._reader.cut(0, *some)
             grids.append(self._grid(f"{prefix}{name}.weight", cut))
             self._source.copy(f"{prefix}{name}.weight", weight[mine], cut=cut)
             if biases is not None:
@@ -347,14 +250,14 @@ class _Loader:
 
     def _summed(self, name: str, inputs: int, *, bias: bool) -> Linear:
         """A projection onto the residual, split by inputs over the ranks."""
-        weight, biases = self._empty(self._architecture.hidden, inputs), None
-        cut = self._cut(1, inputs)
+        weight, biases = self._reader.empty(self._architecture.hidden, inputs), None
+        cut = self._reader.cut(1, inputs)
         grid = self._grid(f"{name}.weight", cut)
         self._source.copy(f"{name}.weight", weight, cut=cut)
         if bias and self._split.rank:
             self._source.skip(f"{name}.bias")
         elif bias:
-            biases = self._tensor(f"{name}.bias", self._architecture.hidden)
+            biases = self._reader.tensor(f"{name}.bias", self._architecture.hidden)
         group = self._group
         linear = SummedLinear(weight, biases, group) if group else Linear(weight, biases)
         self._codes.add(linear, grid)
@@ -362,25 +265,11 @@ class _Loader:
 
     def _grid(self, name: str, cut: Cut) -> AnyGrid | None:
         found = self._codes.grid(self._source, name, cut)
-        return found and found.to(self._device)
-
-    def _cut(self, dimension: int, *sizes: int) -> Cut:
-        """This rank's `sizes` of parts that all ranks share evenly."""
-        return Cut.of_rank(self._split, dimension, sizes)
-
-    def _norm(
-        self, name: str, size: int, arrange: Arrange | None = None, cut: Cut | None = None
-    ) -> RMSNorm:
-        """A norm. With an offset its weight is in float32, since the sum may need more digits."""
-        offset = self._architecture.norm_offset
-        dtype = torch.float32 if offset else self._dtype
-        weight = torch.empty(size, dtype=dtype, device=self._device)
-        self._source.copy(name, weight, arrange, cut)
-        return RMSNorm(weight.add_(offset) if offset else weight, self._architecture.norm_epsilon)
+        return found and found.to(self._reader.device)
 
     def _sinks(self, name: str) -> Tensor:
-        sinks = torch.empty(self._architecture.heads, device=self._device)
-        self._source.copy(name, sinks, cut=self._cut(0, len(sinks)))
+        sinks = torch.empty(self._architecture.heads, device=self._reader.device)
+        self._source.copy(name, sinks, cut=self._reader.cut(0, len(sinks)))
         return sinks
 
     def _query_key_norm(self, name: str, outputs: int, paired: Arrange) -> RMSNorm | None:
@@ -388,19 +277,11 @@ class _Loader:
         if kind == "none":
             return None
         if kind == "head":
-            return self._norm(name, self._architecture.head_dim, paired)
-        return self._norm(name, outputs, paired, self._cut(0, outputs))
+            return self._reader.norm(name, self._architecture.head_dim, paired)
+        return self._reader.norm(name, outputs, paired, self._reader.cut(0, outputs))
 
     def _summed_norms(self, query: RMSNorm | None, key: RMSNorm | None) -> SummedNorms | None:
         together = self._architecture.query_key_norm == "projection"
         if together and query and key and self._group:
             return SummedNorms(query, key, self._group)
         return None
-
-    def _tensor(self, name: str, *shape: int) -> Tensor:
-        tensor = self._empty(*shape)
-        self._source.copy(name, tensor)
-        return tensor
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
