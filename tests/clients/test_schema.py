@@ -25,6 +25,7 @@ EXCLUDED = {
         "/v1/embeddings",
         "/v1/messages",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",

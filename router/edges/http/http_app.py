@@ -153,8 +153,7 @@ class HttpApp:
         stored = api.get("ResponseAnswer", "404")
         deleted = api.get("DeletedResponse", "404", method="delete")
         cancelled = api.get("ResponseAnswer", "400", "404", method="post")
-        limit = api.limit(20, MAX_ITEMS_LISTED)
-        inputs = api.listed("InputItemList", limit, *map(api.query, ("after", "order")))
+        inputs = api.listed("InputItemList", *api.paging(20, MAX_ITEMS_LISTED))
         tokens_item = api.post("ResponsesRequest", "InputTokensAnswer")
         return [
             ApiRoute("/v1/chat/completions", chat, chat_item),
@@ -307,11 +306,11 @@ class HttpApp:
 
 def _batch_routes(batches: BatchEndpoints) -> list[ApiRoute]:
     errors = "400", "404"
-    limit, queries = api.limit(MAX_FILES_LISTED, MAX_FILES_LISTED), ("after", "order", "purpose")
-    files = api.listed("FileList", limit, *map(api.query, queries)) | api.upload("FileObject")
+    paging = api.paging(MAX_FILES_LISTED, MAX_FILES_LISTED)
+    files = api.listed("FileList", *paging, api.query("purpose")) | api.upload("FileObject")
     file = api.get("FileObject", *errors) | api.get("DeletedFile", *errors, method="delete")
     content = api.get_content(STRING, *errors, kind="application/jsonl")
-    listed = api.listed("BatchList", api.limit(20, MAX_BATCHES_LISTED), api.query("after"))
+    listed = api.listed("BatchList", *api.paging(20, MAX_BATCHES_LISTED))
     created = api.post("BatchRequest", "BatchObject")
     batch, cancelled = (api.get("BatchObject", *errors, method=each) for each in ("get", "post"))
     return [

@@ -257,6 +257,12 @@ def limit(default: int, most: int) -> Json:
     return {**query("limit"), "schema": schema}
 
 
+def paging(default: int, most: int) -> tuple[Json, ...]:
+    """The parameters of paging.py, with a list's default limit and its greatest."""
+    order = {"type": "string", "enum": ["asc", "desc"], "default": "desc"}
+    return limit(default, most), query("after"), {**query("order"), "schema": order}
+
+
 _UPLOAD: Json = {
     "file": {"type": "string", "format": "binary", "description": "Requests, one a line."},
     "purpose": {"const": "batch"},
