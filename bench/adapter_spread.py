@@ -18,14 +18,12 @@ import json
 import random
 import tempfile
 import time
-import urllib.request
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
 from baton import Client
@@ -36,6 +34,7 @@ from baton.engine.architecture import parse_architecture
 from baton.engine.model import Model
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.weights import load_model
+from bench.counters import samples
 from bench.processes import FREE_ROUTER, Process, router, workers
 
 ADAPTERS, SLOTS, POOL, RANK = 200, 16, 4, 4
@@ -113,12 +112,8 @@ def events(members: Collection[Process], requests: int) -> Counter[str]:
 def reported(members: Collection[Process]) -> Counter[str]:
     found: Counter[str] = Counter()
     for member in members:
-        with urllib.request.urlopen(f"http://{member.metrics}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == ADAPTER_EVENTS:
-                    found[sample.labels["event"]] += int(sample.value)
+        for sample in samples(member.metrics, ADAPTER_EVENTS):
+            found[sample.labels["event"]] += int(sample.value)
     return found
 
 

@@ -16,7 +16,6 @@ import random
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ import openai
 from openai.types import Batch
 
 from baton.core import metrics
+from bench.counters import total
 from bench.processes import FREE_ROUTER, Process, router, workers
 
 ANSWER_TOKENS = 8
@@ -117,10 +117,7 @@ class Bench:
         return (self._generated() - before) / (time.perf_counter() - began)
 
     def _generated(self) -> float:
-        with urllib.request.urlopen(f"http://{self._door.metrics}/metrics", timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        counts = (each for each in lines if each.startswith(metrics.GENERATION_TOKENS))
-        return sum(float(each.rpartition(" ")[2]) for each in counts)
+        return total(self._door.metrics, metrics.GENERATION_TOKENS)
 
 
 def main() -> None:

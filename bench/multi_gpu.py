@@ -22,7 +22,6 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from baton import Client
 from baton.core.errors import BatonError
 from baton.core.metrics import TRANSFER_BYTES, TRANSFER_SECONDS
 from baton.core.model_store import EMBEDDED, locate
+from bench.counters import total
 from bench.processes import FREE_ROUTER, Process, router, workers
 
 Tree = dict[str, object]
@@ -199,14 +199,7 @@ def moved(folder: Path, tree: Tree, members: Sequence[Process], wanted: Answers)
 
 
 def transferred(metrics: str) -> str:
-    totals: dict[str, float] = {}
-    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10) as response:
-        for line in response.read().decode().splitlines():
-            name, _, value = line.rpartition(" ")
-            name = name.partition("{")[0]
-            if name in (TRANSFER_BYTES, TRANSFER_SECONDS):
-                totals[name] = totals.get(name, 0.0) + float(value)
-    size, seconds = totals[TRANSFER_BYTES], totals[TRANSFER_SECONDS]
+    size, seconds = total(metrics, TRANSFER_BYTES), total(metrics, TRANSFER_SECONDS)
     return f"{size / 1e6:.1f} MB moved in {seconds * 1e3:.1f} ms, {size / seconds / 1e9:.2f} GB/s"
 
 

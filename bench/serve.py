@@ -14,16 +14,17 @@ import argparse
 import multiprocessing
 import statistics
 import time
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 from baton import Client
 from baton.cluster.launch import Cluster, routers
 from baton.core import metrics, model_store
 from baton.core.config import Config, RouterConfig
+from bench.counters import total
 from bench.engine import Ours, Prompts, random_prompts
 
 CHUNK = 512
@@ -147,33 +148,20 @@ def print_rows(table: list[Row], repeats: int) -> None:
         )
 
 
-def print_transfer(cluster: WholeCluster, scrape: Callable[[], dict[str, float]]) -> None:
-    """Prints the rate of a push of 512 tokens, and the share of TTFT that waits for it."""
+def print_transfer(cluster: WholeCluster, reported: Callable[[str], float]) -> None:
+    """Prints the rate of a push of 512 tokens, and the share of TTFT that waits for it. `reported`
+    is the router's metric of a name."""
     (prompt,) = random_prompts(1, 512)
-    before = scrape()
+    names = metrics.TRANSFER_BYTES, metrics.TRANSFER_SECONDS
+    before = [reported(name) for name in names]
     pairs = [
         (cluster.first_token_seconds(prompt, 1), cluster.first_token_seconds(prompt, 4))
         for _ in range(5)
     ]
-    after = scrape()
-    grown = {
-        name: after[name] - before[name]
-        for name in (metrics.TRANSFER_BYTES, metrics.TRANSFER_SECONDS)
-    }
-    rate = grown[metrics.TRANSFER_BYTES] / grown[metrics.TRANSFER_SECONDS] / 1e9
+    size, seconds = (reported(name) - value for name, value in zip(names, before, strict=True))
     share = statistics.median((pushed - bare) / pushed for bare, pushed in pairs)
-    print(
-        f"transfer of 512 tokens: {grown[metrics.TRANSFER_BYTES] / 5 / 2**20:.1f} MiB"
-        f" at {rate:.1f} GB/s"
-    )
+    print(f"transfer of 512 tokens: {size / 5 / 2**20:.1f} MiB at {size / seconds / 1e9:.1f} GB/s")
     print(f"share of TTFT that the transfer exposes: {share:.2%}")
-
-
-def _scrape(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    found = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
-    return {name: float(value) for name, value in found}
 
 
 def main() -> None:
@@ -186,6 +174,7 @@ def main() -> None:
         model=options.model,
         kv_dtype=options.kv_dtype,
         prefix_cache=False,  # every row repeats the same prompts
+        speculation="off",  # which the engine alone does not have
         router=RouterConfig(port=0, http_port=0, metrics_port=0, local_prefill="fallback"),
     )
     live = Cluster(config)
@@ -196,7 +185,7 @@ def main() -> None:
             engine = AloneEngine(options.model, options.kv_dtype)
             print_rows(rows(engine, cluster), options.repeats)
             engine.stop()
-        print_transfer(cluster, lambda: _scrape(router.metrics))
+        print_transfer(cluster, partial(total, router.metrics))
     finally:
         live.stop()
 

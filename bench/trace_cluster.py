@@ -7,7 +7,6 @@ slow each other down.
 from __future__ import annotations
 
 import contextlib
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from baton.core import metrics
 from baton.core.types import Role
 from bench import processes
+from bench.counters import total
 from bench.processes import FREE_ROUTER, Process
 
 
@@ -51,14 +51,7 @@ class Door:
         """Prompt tokens since the start that were not transferred because decode had them."""
         if not self.metrics:
             return None
-        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        series = f'{metrics.CACHED_TOKENS}{{where="decode"}} '
-        return sum(
-            int(float(line.removeprefix(series)))
-            for line in text.splitlines()
-            if line.startswith(series)
-        )
+        return int(total(self.metrics, metrics.CACHED_TOKENS, where="decode"))
 
 
 @contextlib.contextmanager
