@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from processes import ProcessCluster
+from processes import ProcessCluster, scrape_text
 
 from baton import FinishReason
 from baton.core import metrics
@@ -177,7 +176,6 @@ def test_end_to_end_time_is_ttft_plus_the_other_tokens(idle: ProcessCluster) -> 
 
 
 def scrape(cluster: ProcessCluster) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{cluster.metrics}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
+    lines = scrape_text(cluster.metrics).splitlines()
     rows = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
     return {name: float(value) for name, value in rows}

@@ -51,7 +51,7 @@ from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
 from baton.router.edges.http.messages.messages_request import CountTokensRequest
 from baton.router.edges.http.openapi import STRING, ApiRoute
 from baton.router.edges.http.page_routes import page_routes
-from baton.router.edges.http.paging import query_limit
+from baton.router.edges.http.paging import list_fields, query_limit
 from baton.router.edges.http.request_model import shown
 from baton.router.edges.http.responses.input_items import MAX_ITEMS_LISTED
 from baton.router.edges.http.responses.responses_endpoint import ResponsesEndpoint
@@ -204,10 +204,8 @@ class HttpApp:
 
     async def _models(self, http: HttpRequest) -> Response:
         names = [*self._context.model_names(http.user)]
-        first, last = (names[0], names[-1]) if names else (None, None)
-        ends: Json = {"first_id": first, "last_id": last, "has_more": False}
         models = [self._model_object(name) for name in names]
-        return json_response({"object": "list", "data": models, **ends})
+        return json_response({**list_fields(names), "data": models})
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]

@@ -33,9 +33,13 @@ def page(
             raise unknown_id(after)
         ids = ids[ids.index(after) + 1 :]
     chosen = ids[:limit]
-    first, last = (chosen[0], chosen[-1]) if chosen else (None, None)
-    ends: Json = {"first_id": first, "last_id": last, "has_more": len(ids) > limit}
-    return chosen, {"object": "list", **ends}
+    return chosen, list_fields(chosen, has_more=len(ids) > limit)
+
+
+def list_fields(ids: Sequence[str], *, has_more: bool = False) -> Json:
+    """The fields of a list beside its data, which has these ids."""
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    return {"object": "list", "first_id": first, "last_id": last, "has_more": has_more}
 
 
 def unknown_id(identity: str) -> UnknownRequest:
