@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 
 from baton import Client
@@ -148,17 +147,19 @@ def print_rows(table: list[Row], repeats: int) -> None:
         )
 
 
-def print_transfer(cluster: WholeCluster, reported: Callable[[str], float]) -> None:
-    """Prints the rate of a push of 512 tokens, and the share of TTFT that waits for it. `reported`
-    is the router's metric of a name."""
+def print_transfer(cluster: WholeCluster, address: str) -> None:
+    """Prints the rate of a push of 512 tokens, and the share of TTFT that waits for it. The router
+    serves metrics at `address`."""
     (prompt,) = random_prompts(1, 512)
     names = metrics.TRANSFER_BYTES, metrics.TRANSFER_SECONDS
-    before = [reported(name) for name in names]
+    before = [total(address, name) for name in names]
     pairs = [
         (cluster.first_token_seconds(prompt, 1), cluster.first_token_seconds(prompt, 4))
         for _ in range(5)
     ]
-    size, seconds = (reported(name) - value for name, value in zip(names, before, strict=True))
+    size, seconds = (
+        total(address, name) - value for name, value in zip(names, before, strict=True)
+    )
     share = statistics.median((pushed - bare) / pushed for bare, pushed in pairs)
     print(f"transfer of 512 tokens: {size / 5 / 2**20:.1f} MiB at {size / seconds / 1e9:.1f} GB/s")
     print(f"share of TTFT that the transfer exposes: {share:.2%}")
@@ -185,7 +186,7 @@ def main() -> None:
             engine = AloneEngine(options.model, options.kv_dtype)
             print_rows(rows(engine, cluster), options.repeats)
             engine.stop()
-        print_transfer(cluster, partial(total, router.metrics))
+        print_transfer(cluster, router.metrics)
     finally:
         live.stop()
 

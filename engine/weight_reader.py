@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,22 +17,13 @@ from baton.kernels.linear import RMSNorm
 Name = TypeVar("Name")
 
 
+@dataclass(frozen=True, slots=True)
 class WeightReader:
-    """`architecture` is that of the rank's part."""
-
-    def __init__(
-        self,
-        source: Checkpoint | RandomTensors,
-        architecture: Architecture,
-        split: Split,
-        dtype: torch.dtype,
-        device: str,
-    ) -> None:
-        self.source = source
-        self.architecture = architecture
-        self.split = split
-        self.dtype = dtype
-        self.device = device
+    source: Checkpoint | RandomTensors
+    architecture: Architecture  # of the rank's part
+    split: Split
+    dtype: torch.dtype
+    device: str
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
