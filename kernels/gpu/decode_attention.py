@@ -138,7 +138,8 @@ def decode_attention(
         num_stages=2 if warps == 1 else tiles_ahead(tile * shape.head_dim * qkv.itemsize),
     )
     if programs > 1:
-        merge_splits(positions, workspace, programs, shape.heads, shape.window or 0, out)
+        merging = programs if shape.sinks is not None else None
+        merge_splits(positions, workspace, shape.heads, shape.window or 0, out, merging)
     return out
 
 
@@ -195,8 +196,11 @@ def attend_program(
     highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_G], dtype=tl.float32)
     sums = zero_sums(BLOCK_G, BLOCK_D, REST)
+    merges = False
+    if ALONE or SINKS:  # without sinks, all splits are left to the merging kernel: fewer registers
+        merges = program == 0
     # Two loops: with a branch in one loop, its loads would not be pipelined.
-    if program == 0:
+    if merges:
         all_highest, all_total, all_sums = highest, total, sums
         if SINKS:
             all_highest = tl.load(sinks_at, mask=in_rows, other=0.0)

@@ -55,12 +55,14 @@ def guess_attention(
     """
     rows, group = len(qkv), shape.heads // shape.kv_heads
     together = rows_together(shape.heads, shape.kv_heads, qkv.dtype, kv_layer.dtype)
+    # Blocks may be as many as rows, but most are then empty: programs take some in turn.
+    sequences = triton.cdiv(rows, ROWS_OF_SEQUENCE)
     programs = programs_for(rows, shape.kv_heads)
-    if programs > 1:  # the grid is by sequence, of which there are fewer than rows
-        programs = programs_for(triton.cdiv(rows, ROWS_OF_SEQUENCE), shape.kv_heads)
+    if programs > 1:
+        programs = programs_for(sequences, shape.kv_heads)
     tile, coded = tile_of(qkv.dtype), is_coded(kv_layer.dtype)
     block_d, rest = head_columns(shape.head_dim, kv_layer.dtype)
-    _guess[(len(blocks), shape.kv_heads, programs)](
+    _guess[(shape.kv_heads, min(sequences, len(blocks)), programs)](
         qkv,
         blocks,
         page_table,
@@ -75,6 +77,7 @@ def guess_attention(
         kv_layer.stride(0),
         kv_layer.stride(1),
         workspace.splits,
+        len(blocks),
         PAGE_SIZE=kv_layer.shape[2],
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
@@ -95,11 +98,14 @@ def guess_attention(
         num_stages=tiles_ahead(tile * shape.head_dim * qkv.itemsize),
     )
     if programs > 1:
-        merge_splits(blocks, workspace, programs, shape.heads, shape.window or 0, out)
+        merging = programs if shape.sinks is not None else None
+        merge_splits(blocks, workspace, shape.heads, shape.window or 0, out, merging)
     return out
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["blocks_pointer"])
+@triton.jit(
+    do_not_specialize=["splits", "blocks"], do_not_specialize_on_alignment=["blocks_pointer"]
+)
 def _guess(
     qkv_pointer,
     blocks_pointer,
@@ -116,6 +122,7 @@ def _guess(
     page_stride,
     value_offset,
     splits,
+    blocks,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -132,38 +139,42 @@ def _guess(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    block, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    entry = blocks_pointer + block * 4
-    start, count = tl.load(entry + 1), tl.load(entry + 2)
-    last = start + count - 1
-    first = tl.maximum(start - window + 1, 0) if window > 0 else 0
-    active = last // SPLIT - first // SPLIT + 1
-    mine = active if ALONE else tl.cdiv(active, tl.num_programs(2))
-    if (count > 0) & (program * mine < active):
-        first_row = tl.load(entry).to(tl.int64)
-        table = table_pointer + tl.load(entry + 3).to(tl.int64) * table_stride
-        columns = column_blocks(BLOCK_D, REST)
-        member = tl.arange(0, BLOCK_G)
-        row, query_head = member // GROUP, head * GROUP + member % GROUP
-        in_rows = row < count
-        at = (first_row + row) * ((HEADS + 2 * KV_HEADS) * DIM) + query_head * DIM
-        query = ()
-        for number in tl.static_range(len(columns)):
-            column = columns[number]
-            mask = in_rows[:, None] & (column < DIM)[None, :]
-            queries = qkv_pointer + at[:, None] + column[None, :]
-            query += (tl.load(queries, mask=mask, other=0.0),)  # type: ignore[assignment]
-        position = (start + row)[:, None]
-        earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
-        before = first // SPLIT
-        begin = (before + program * mine) * SPLIT
-        end = tl.minimum((before + (program + 1) * mine) * SPLIT, last + 1)
-        place = ((first_row + row) * HEADS + query_head) * splits
-        out = out_pointer + (first_row + row) * (HEADS * DIM) + query_head * DIM
-        attend_program(
-            query, earliest, position, first, begin, end, program, mine, place, place - before,
-            in_rows, out, sinks_pointer + query_head, kv_pointer + head * HEAD, table,
-            load_pages(table, begin, first, end, TILE, PAGE_SIZE), value_offset,
-            page_stride, sums_pointer, weights_pointer, columns, scale, bend, BLOCK_G, BLOCK_D,
-            REST, DIM, TILE, SPLIT, PAGE_SIZE, KV_HEADS * HEAD, CODED, ALONE, CAPPED, SINKS,
-        )  # fmt: skip
+    head, block, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(blocks_pointer + 4 * block + 2)
+    while count > 0:  # empty blocks are last
+        entry = blocks_pointer + 4 * block
+        start = tl.load(entry + 1)
+        last = start + count - 1
+        first = tl.maximum(start - window + 1, 0) if window > 0 else 0
+        active = last // SPLIT - first // SPLIT + 1
+        mine = active if ALONE else tl.cdiv(active, tl.num_programs(2))
+        if program * mine < active:
+            first_row = tl.load(entry).to(tl.int64)
+            table = table_pointer + tl.load(entry + 3).to(tl.int64) * table_stride
+            columns = column_blocks(BLOCK_D, REST)
+            member = tl.arange(0, BLOCK_G)
+            row, query_head = member // GROUP, head * GROUP + member % GROUP
+            in_rows = row < count
+            at = (first_row + row) * ((HEADS + 2 * KV_HEADS) * DIM) + query_head * DIM
+            query = ()
+            for number in tl.static_range(len(columns)):
+                column = columns[number]
+                mask = in_rows[:, None] & (column < DIM)[None, :]
+                queries = qkv_pointer + at[:, None] + column[None, :]
+                query += (tl.load(queries, mask=mask, other=0.0),)  # type: ignore[assignment]
+            position = (start + row)[:, None]
+            earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+            before = first // SPLIT
+            begin = (before + program * mine) * SPLIT
+            end = tl.minimum((before + (program + 1) * mine) * SPLIT, last + 1)
+            place = ((first_row + row) * HEADS + query_head) * splits
+            out = out_pointer + (first_row + row) * (HEADS * DIM) + query_head * DIM
+            attend_program(
+                query, earliest, position, first, begin, end, program, mine, place, place - before,
+                in_rows, out, sinks_pointer + query_head, kv_pointer + head * HEAD, table,
+                load_pages(table, begin, first, end, TILE, PAGE_SIZE), value_offset,
+                page_stride, sums_pointer, weights_pointer, columns, scale, bend, BLOCK_G, BLOCK_D,
+                REST, DIM, TILE, SPLIT, PAGE_SIZE, KV_HEADS * HEAD, CODED, ALONE, CAPPED, SINKS,
+            )  # fmt: skip
+        block += tl.num_programs(1)
+        count = tl.load(blocks_pointer + 4 * block + 2, mask=block < blocks, other=0)

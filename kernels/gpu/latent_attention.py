@@ -84,7 +84,7 @@ def decode_latents(
         enable_fp_fusion=False,
     )
     if programs > 1:
-        merge_splits(positions, workspace, programs, sizes.heads, 0, out)
+        merge_splits(positions, workspace, sizes.heads, 0, out, programs)
     return out
 
 

@@ -1,7 +1,7 @@
 """The splits of a context that several programs share when decoding, and their merge.
 
-The first program merges its own splits, the others store each of theirs, and a second kernel
-merges these in order.
+Programs store the results of their splits, and a second kernel merges these in order. The first
+program may merge its own splits before.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def split_rows(batch: int, context: int, heads: int, kv_heads: int) -> int:
 def merge_splits(
     extents: Tensor,
     workspace: SplitWorkspace,
-    programs: int,
     heads: int,
     window: int,
     out: Tensor,
+    merging: int | None = None,
 ) -> None:
-    """Merges the results that `programs` programs per row left -> out [B, heads * dim].
+    """Merges the results that programs left -> out [B, heads * dim].
 
+    `merging` is the number of programs per row if the first one has merged its own splits.
     extents are positions [B], one per row, or blocks [n, 4] of rows in order (see
     kernels/gpu/guess_attention.py).
     """
@@ -86,7 +87,7 @@ def merge_splits(
         out,
         window,
         workspace.splits,
-        programs,
+        merging or workspace.splits,
         len(extents),
         HEADS=heads,
         DIM=dim,
@@ -94,22 +95,9 @@ def merge_splits(
         SPLIT=SPLIT,
         COUNT=MERGED_TOGETHER,
         BLOCKS=blocks,
-        num_warps=4 if block_d <= 256 else 8,
+        num_warps=max(1, block_d // 128),
         enable_fp_fusion=False,
     )
-
-
-@triton.jit
-def _unstack(x, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """x [COUNT, SIZE] -> a tuple of its rows."""
-    parts = (tl.trans(x),)
-    for level in tl.static_range(COUNT.bit_length() - 1):
-        halves = ()
-        for index in tl.static_range(1 << level):
-            pair = tl.reshape(parts[index], (SIZE, 2, COUNT >> (level + 1)))
-            halves = halves + tl.split(tl.permute(pair, (0, 2, 1)))
-        parts = halves  # type: ignore[assignment]
-    return parts
 
 
 @triton.jit(
@@ -132,7 +120,8 @@ def _merge(
     COUNT: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Merges one head of one row: the first program's result, then each further split."""
+    """Merges one head of one row: what the first of `programs` has merged, then each further
+    split. If none merges, there are as many programs as splits."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     if BLOCKS == 0:
         position = tl.load(extents_pointer + sequence)
@@ -151,24 +140,21 @@ def _merge(
     if position >= 0:
         dim = tl.arange(0, BLOCK_D)
         row = sequence.to(tl.int64) * HEADS + head
-        highest = tl.full([BLOCK_D], float("-inf"), dtype=tl.float32)
-        total, sums = tl.zeros_like(highest), tl.zeros_like(highest)
+        highest, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+        sums = tl.zeros([BLOCK_D], dtype=tl.float32)
         for split in range(tl.cdiv(active, programs) - 1, active, COUNT):
-            index = split + tl.arange(0, COUNT)[:, None] + tl.zeros([1, BLOCK_D], dtype=tl.int32)
-            # Splits beyond the last repeat it with weight 0.
-            at = row * splits + tl.minimum(index, active - 1)
-            found = tl.load(
-                sums_pointer + at * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0
-            )
-            highests = tl.load(weights_pointer + 2 * at)
-            highests = tl.where(index < active, highests, float("-inf"))
-            totals = tl.load(weights_pointer + 2 * at + 1)
-            found = _unstack(found, COUNT, BLOCK_D)
-            highests = _unstack(highests, COUNT, BLOCK_D)
-            totals = _unstack(totals, COUNT, BLOCK_D)
+            found = ()
             for each in tl.static_range(COUNT):
-                highest, fade, share = fades(highest, tl.reshape(highests[each], (BLOCK_D,)))
-                total = tl.fma(total, fade, tl.reshape(totals[each], (BLOCK_D,)) * share)
-                sums = tl.fma(sums, fade, tl.reshape(found[each], (BLOCK_D,)) * share)
+                at, inside = row * splits + split + each, split + each < active
+                weight_at, sums_at = weights_pointer + 2 * at, sums_pointer + at * DIM + dim
+                found += (  # type: ignore[assignment]
+                    tl.load(weight_at, mask=inside, other=float("-inf")),
+                    tl.load(weight_at + 1, mask=inside, other=0.0),
+                    tl.load(sums_at, mask=inside & (dim < DIM), other=0.0),
+                )
+            for each in tl.static_range(COUNT):
+                highest, fade, share = fades(highest, found[3 * each])
+                total = tl.fma(total, fade, found[3 * each + 1] * share)
+                sums = tl.fma(sums, fade, found[3 * each + 2] * share)
         to = out_pointer + row * DIM + dim
         tl.store(to, (sums * (1.0 / total)).to(out_pointer.dtype.element_ty), mask=dim < DIM)
