@@ -11,7 +11,13 @@ from torch import Tensor
 from baton.engine.gpu.adapter_slots import AdapterSlots
 from baton.engine.gpu.batch import Ints, upload, upload_into
 from baton.kernels.gpu.latent_low_rank import LatentAdapters
-from baton.kernels.gpu.low_rank import TILE_ROWS, AdapterStack, Shrunk, SlotRows, shrink
+from baton.kernels.gpu.low_rank import (
+    MOST_PARTS,
+    TILE_ROWS,
+    AdapterStack,
+    ProductAdapters,
+    SlotRows,
+)
 from baton.kernels.linear import AnyLinear
 
 
@@ -21,15 +27,23 @@ class StepAdapters(NamedTuple):
     stacks: dict[AnyLinear, AdapterStack]
     rows: SlotRows
     sampled: SlotRows
+    counters: Tensor
+    """Of programs that wait for each other; int32, see ProductAdapters."""
+
+    def begin(self) -> None:
+        """Called at the start of a step."""
+        self.counters.zero_()
 
     def of_samples(self) -> StepAdapters:
         return self._replace(rows=self.sampled)
 
-    def shrink(self, layer: AnyLinear, x: Tensor) -> Shrunk | None:
-        """The adapters' first product, of a layer's inputs x [T, K]; None if adapters cannot add to
-        the layer."""
+    def of_product(self, layer: AnyLinear) -> ProductAdapters | None:
+        """The adapters of a layer's product; None if no row has one, or none can add to it."""
         stack = self.stacks.get(layer)
-        return shrink(x, stack, self.rows) if stack else None
+        if stack is None or not len(self.rows.tiles):
+            return None
+        ready = self.counters[stack.number :]
+        return ProductAdapters(stack, self.rows, self.counters[len(self.stacks) :], ready)
 
     def between(self, layer: AnyLinear) -> LatentAdapters | None:
         """The adapters of a layer between latents and heads; None if they cannot add to it."""
@@ -47,11 +61,12 @@ class AdapterInputs:
         self._device = device
         size = 2 * most + 3 * tile_count(most, self._slots)
         self._recorded = torch.full((size,), -1, dtype=torch.int32, device=device)
+        self._counters = self._new_counters(most)
 
     def recorded(self, rows: int) -> StepAdapters:
         """The adapters of a recorded step of `rows` rows."""
         there = _rows_in(self._recorded, rows, tile_count(rows, self._slots))
-        return StepAdapters(self._stacks, there, there)
+        return StepAdapters(self._stacks, there, there, self._counters)
 
     def fill(self, slots: Ints) -> None:
         """Fills the buffer for the next replay. `slots` [T]: -1 without an adapter."""
@@ -60,7 +75,12 @@ class AdapterInputs:
 
     def of_step(self, slots: Ints, samples: Ints) -> StepAdapters:
         """The adapters of a step that is not recorded."""
-        return StepAdapters(self._stacks, self._upload(slots), self._upload(slots[samples]))
+        rows, sampled = self._upload(slots), self._upload(slots[samples])
+        return StepAdapters(self._stacks, rows, sampled, self._new_counters(len(slots)))
+
+    def _new_counters(self, rows: int) -> Tensor:
+        count = len(self._stacks) + MOST_PARTS * tile_count(rows, self._slots)
+        return torch.empty(count, dtype=torch.int32, device=self._device)
 
     def _upload(self, slots: Ints) -> SlotRows:
         arrays = arrange_rows(slots)

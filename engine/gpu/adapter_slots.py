@@ -118,7 +118,8 @@ class AdapterSlots:
 
     def _stacks(self, memory: Tensor) -> dict[AnyLinear, AdapterStack]:
         """Views of memory [slots, elements]."""
-        stacks, first = {}, 0
+        stacks: dict[AnyLinear, AdapterStack] = {}
+        first = 0
         for layer, starts in self._starts.items():
             outputs, inputs = layer.weight.shape
             ends = (*starts[1:], outputs)
@@ -128,6 +129,7 @@ class AdapterSlots:
                 memory[:, first:second].view(len(memory), -1, inputs),
                 memory[:, second:end].view(len(memory), outputs, self.rank),
                 ends,
+                len(stacks),
             )
             first = end
         return stacks

@@ -41,7 +41,15 @@ from baton.kernels.gpu.packed_tiles import decoded
 from baton.kernels.gpu.prefetch import SHORT_BYTES
 from baton.kernels.gpu.rotary import Projected, norm_projections
 from baton.kernels.gpu.routing import route
-from baton.kernels.gpu.tilings import MOST_ROWS, Weight, is_faster_without_scales, most_rows
+from baton.kernels.gpu.shrink import shrink
+from baton.kernels.gpu.tilings import (
+    MOST_GATED_ROWS,
+    MOST_ROWS,
+    Weight,
+    is_faster_without_scales,
+    is_wide,
+    most_rows,
+)
 from baton.kernels.latent import LatentHeads
 from baton.kernels.linear import AnyLinear, Linear, RMSNorm
 from baton.kernels.packed import PackedWeight
@@ -102,6 +110,8 @@ class Forward:
         adapters: StepAdapters | None,
     ) -> Tensor:
         model = self._model
+        if adapters:
+            adapters.begin()
         first = _weight(model.layers[0].attention_norm)
         residual, source = embed(
             tokens, model.embedding, first, self._epsilon, model.embedding_scale
@@ -134,10 +144,22 @@ class Forward:
             few = len(normed) <= MOST_ROWS
             return self._model.finish_logits(self._product(weight, normed, out, few=few))
 
-    def _is_few(self, x: Tensor, weight: Weight, adapters: StepAdapters | None = None) -> bool:
+    def _is_few(
+        self,
+        x: Tensor,
+        weight: Weight,
+        adapters: StepAdapters | None = None,
+        *,
+        gates: bool = False,
+    ) -> bool:
         """True if the product of these rows includes what follows it. With adapters, the rows must
         fit into one tile."""
-        most = self._most_plain_rows if isinstance(weight, Tensor) else self._most_rows
+        if isinstance(weight, Tensor):
+            most = self._most_plain_rows
+            if gates and is_wide(len(weight) // 2):
+                most = max(most, MOST_GATED_ROWS)
+        else:
+            most = self._most_rows
         return len(x) <= most and (adapters is None or len(x) <= TILE_ROWS)
 
     def _reads_codes(self, rows: Tensor, linear: AnyLinear, adapters: StepAdapters | None) -> bool:
@@ -169,8 +191,8 @@ class Forward:
     ) -> Tensor:
         """The product without its bias, with what adapters add to it."""
         product = self._product(linear.kept, x)
-        if isinstance(x, Tensor) and (shrunk := adapters and adapters.shrink(linear, x)):
-            expand_onto(product, shrunk)
+        if isinstance(x, Tensor) and (added := adapters and adapters.of_product(linear)):
+            expand_onto(product, shrink(x, added))
         return product
 
     def _project(self, layer: Layer, source: Scaled, adapters: StepAdapters | None) -> Projected:
@@ -178,9 +200,9 @@ class Forward:
         if self._is_few(source.x, linear.kept, adapters) and self._late_size:
             output = _read(layer.output)
             ahead = output if output.nbytes <= SHORT_BYTES else None
-            shrunk = adapters and adapters.shrink(linear, source.x)
+            added = adapters and adapters.of_product(linear)
             projected = Projected(
-                few_rows(source, linear.kept, linear.bias, ahead=ahead, shrunk=shrunk)
+                few_rows(source, linear.kept, linear.bias, ahead=ahead, adapters=added)
             )
         else:
             projected = Projected(self._adapted(linear, source.read, adapters), source, linear.bias)
@@ -236,9 +258,9 @@ class Forward:
 
     def _gated(self, mlp: MLP, source: Scaled, adapters: StepAdapters | None) -> Tensor | Fp8Rows:
         linear = mlp.gate_up
-        if self._is_few(source.x, linear.kept, adapters):
-            shrunk = adapters and adapters.shrink(linear, source.x)
-            return few_rows(source, linear.kept, linear.bias, linear.activation, shrunk=shrunk)
+        if self._is_few(source.x, linear.kept, adapters, gates=True):
+            added = adapters and adapters.of_product(linear)
+            return few_rows(source, linear.kept, linear.bias, linear.activation, adapters=added)
         product = self._adapted(linear, source.read, adapters)
         codes = self._reads_codes(source.x, mlp.down, adapters)
         made = gate_to_codes if codes else gate_and_multiply
@@ -284,17 +306,18 @@ class Forward:
     ) -> tuple[Tensor, Fp8Scales | None]:
         """A product without its bias, with what adapters add to it, and scales still to be applied.
         Scales come before anything that is added: with adapters or a bias they are applied here."""
-        shrunk = adapters.shrink(linear, x) if adapters and isinstance(x, Tensor) else None
+        added = adapters.of_product(linear) if adapters and isinstance(x, Tensor) else None
         if library_multiplies(weight):
             sums = library_sums(x, weight, self._model.embedding.dtype)
-            if shrunk is None and linear.bias is None:
+            if added is None and linear.bias is None:
                 return sums
             product = sums.scaled()
         else:
             assert isinstance(x, Tensor)
             product = few_rows_alone(x, weight, onto=True)
-        if shrunk:
-            expand_onto(product, shrunk)
+        if added:
+            assert isinstance(x, Tensor)
+            expand_onto(product, shrink(x, added))
         return product, None
 
     def _fused_onto(
@@ -309,8 +332,8 @@ class Forward:
         or others are accepted."""
         weight, bias = linear.kept, linear.bias
         if self._is_few(x, weight, adapters) and not is_faster_without_scales(len(x), weight):
-            shrunk = adapters and adapters.shrink(linear, x)
-            scaled = few_rows_onto(x, weight, residual, norm, self._epsilon, bias, shrunk)
+            added = adapters and adapters.of_product(linear)
+            scaled = few_rows_onto(x, weight, residual, norm, self._epsilon, bias, added)
             return scaled if self._late_size else scale_rows(residual, norm, self._epsilon)
         if self._numerics is Numerics.FAST and not adapters and _is_split(linear, x):
             parts = torch.bmm(_halves(x).transpose(0, 1), _halves(linear.weight).permute(1, 2, 0))

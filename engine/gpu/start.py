@@ -34,8 +34,9 @@ from baton.engine.step import Plan
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.experts import rows_of_tilings
 from baton.kernels.gpu.latent_attention import filling_heads
-from baton.kernels.gpu.low_rank import SPLITS
+from baton.kernels.gpu.low_rank import MOST_PARTS
 from baton.kernels.gpu.sampling import FEW_ROWS
+from baton.kernels.gpu.shrink import SPLITS
 from baton.kernels.gpu.splits import split_rows
 from baton.kernels.packed import PackedWeight
 from baton.kernels.routing import Routing
@@ -109,7 +110,7 @@ def _work_bytes(
         row += shape.routing.per_row * (shape.hidden + shape.routing.columns + 6)
         row += 2 * shape.routing.outputs
     if settings.adapters:  # What shrink leaves for three modules of a layer, in float32.
-        row += 2 * 3 * SPLITS * settings.adapters.rank
+        row += 2 * MOST_PARTS * (SPLITS + 1) * settings.adapters.rank
     if latent := shape.latent:  # Of a long chunk in fast numerics.
         kv_token += shape.heads * (latent.plain + latent.value)
     rows = settings.chunk_tokens + 2 * LIBRARY_TOKENS

@@ -125,7 +125,7 @@ def _weighted_onto(
             weights = tl.load(weight_at + depth, mask=mask, other=0.0)
         sums = tl.dot(weights, x, sums, input_precision="ieee")
     if AHEAD > 0:
-        prefetch(ahead_pointer, piece, tl.arange(0, AHEAD))
+        prefetch(ahead_pointer, piece, tl.program_id(0), tl.arange(0, AHEAD))
     dtype = residual_pointer.dtype.element_ty
     own = tl.sum(tl.where(rank[:, None] == other[None, :], sums, 0.0), axis=1)
     bias = 0.0

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu import packed_rows
+from baton.kernels.gpu.few_adapters import adapt, launch_adapters, shrink_first
 from baton.kernels.gpu.fixed_order import square_columns
 from baton.kernels.gpu.fp8_rows import fp8_rows
-from baton.kernels.gpu.low_rank import DEPTH, Shrunk, added_columns, can_overlap
+from baton.kernels.gpu.low_rank import ProductAdapters
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.packed_tiles import awaited, packed_tile
 from baton.kernels.gpu.prefetch import piece_for, prefetch
@@ -33,6 +34,7 @@ from baton.kernels.gpu.tilings import (
     LinearTiling,
     Weight,
     fp8_tiling_for,
+    gated_tiling_for,
     packed_tiling_for,
     row_block,
     stages_for,
@@ -48,17 +50,17 @@ def few_rows(
     bias: Tensor | None = None,
     gates: Activation | None = None,
     ahead: Tensor | None = None,
-    shrunk: Shrunk | None = None,
+    adapters: ProductAdapters | None = None,
 ) -> Tensor:
     """norm(residual) @ weight.T + bias, for weight [N, K]: [M, N].
 
     With `gates`, weight holds gates, then as many ups: activation(gates) * ups, [M, N / 2].
     `ahead` are the weights of a later product, to prefetch if the next kernel leaves memory idle.
-    `shrunk` is the adapters' part of the product, for at most TILE_ROWS rows.
+    `adapters` add to the product; then there are at most TILE_ROWS rows.
     """
     outputs = weight.shape[0] // 2 if gates else weight.shape[0]
     x, out = source.x, source.x.new_empty(len(source.x), outputs)
-    extras = Extras(source=source, gates=gates, ahead=ahead, shrunk=shrunk)
+    extras = Extras(source=source, gates=gates, ahead=ahead, adapters=adapters)
     _launch(x, weight, bias, out, outputs, extras)
     return out
 
@@ -79,15 +81,15 @@ def few_rows_onto(
     norm: Tensor,
     epsilon: float,
     bias: Tensor | None = None,
-    shrunk: Shrunk | None = None,
+    adapters: ProductAdapters | None = None,
 ) -> Scaled:
-    """residual [M, N] += x @ weight.T + bias, with the adapters' part. Returns the residual scaled
+    """residual [M, N] += x @ weight.T + bias, with what adapters add. Returns the residual scaled
     by `norm` [N]."""
     rows, outputs = residual.shape
     parts = triton.cdiv(outputs, square_columns(outputs))
     squares = residual.new_empty(parts, rows, dtype=torch.float32)
     target = Scaled(torch.empty_like(residual), squares, epsilon)
-    extras = Extras(norm=norm, target=target, shrunk=shrunk)
+    extras = Extras(norm=norm, target=target, adapters=adapters)
     _launch(x, weight, bias, residual, outputs, extras)
     return target
 
@@ -118,7 +120,8 @@ def _operands(x: Tensor, weight: Weight, outputs: int, gated: bool) -> _Operands
         tiling = packed_tiling_for(outputs, len(x), gated)
         parts = weight.words, weight.scales, weight.bits, weight.group, weight.exact
         return _Operands(tiling, x, x, *parts)
-    return _Operands(tiling_for(outputs, len(x)), x, x, weight, x, 8 * weight.itemsize)
+    tiling = gated_tiling_for(outputs, len(x)) if gated else tiling_for(outputs, len(x))
+    return _Operands(tiling, x, x, weight, x, 8 * weight.itemsize)
 
 
 def _launch(
@@ -129,7 +132,7 @@ def _launch(
     outputs: int,
     extras: Extras,
 ) -> None:
-    if isinstance(weight, PackedWeight) and extras.shrunk is None:
+    if isinstance(weight, PackedWeight) and extras.adapters is None:
         found = packed_rows.tiling_for(x, outputs, gated=extras.gates is not None)
         if found is not None:
             return packed_rows.multiply(x, weight, bias, out, outputs, extras, found)
@@ -141,15 +144,14 @@ def _launch(
     block_n = tiling.outputs // 2 if packed and extras.gates else tiling.outputs
     programs, threads = triton.cdiv(outputs, block_n), 32 * tiling.warps
     piece = piece_for(extras.ahead, programs * threads)
-    # In FP8 another kernel runs between shrink and this one, which reads that kernel's result.
-    overlaps = extras.shrunk and not isinstance(weight, Fp8Weight) and can_overlap(x.device)
-    _few_rows[(programs, triton.cdiv(rows, block_m))](
+    adapters = launch_adapters(x, extras.adapters, programs, threads, block_m)
+    _few_rows[(adapters.programs + programs, triton.cdiv(rows, block_m))](
         read.x,
         read.codes,
         read.row_scales,
         read.scales,
         *extras.tensors(x, bias, out),
-        *_adapter_arguments(extras.shrunk, x),
+        *adapters.arguments,
         rows,
         outputs,
         piece,
@@ -163,8 +165,7 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_K=tiling.depth,
         EVEN=depth % tiling.depth == 0 and outputs % block_n == 0,
-        **_adapter_constants(extras.shrunk),
-        **({"launch_pdl": True} if overlaps else {}),
+        **adapters.constants,
         num_warps=tiling.warps,
         enable_fp_fusion=False,
         num_stages=stages_for(
@@ -174,27 +175,14 @@ def _launch(
     return None
 
 
-def _adapter_arguments(shrunk: Shrunk | None, unused: Tensor) -> tuple[Tensor | int, ...]:
-    if shrunk is None:
-        return unused, unused, unused, unused, 0, 0
-    rows, b = shrunk.rows, shrunk.stack.b
-    return rows.slots, rows.tiles, shrunk.parts, b, len(rows.tiles), b.stride(0)
-
-
-def _adapter_constants(shrunk: Shrunk | None) -> dict[str, int]:
-    """RANK is 0 without adapters."""
-    names = ("RANK", "DEPTH", "SPLITS", "MODULES", "FIRST_END", "SECOND_END", "OVERLAPS")
-    if shrunk is None:
-        return dict.fromkeys(names, 0)
-    stack, (splits, modules, *_) = shrunk.stack, shrunk.parts.shape
-    sizes = stack.rank, max(DEPTH, stack.rank), splits, modules
-    overlaps = can_overlap(stack.b.device)
-    return dict(zip(names, (*sizes, *stack.inner_ends, overlaps), strict=True))
-
-
 @triton.jit(
-    do_not_specialize=["rows", "piece", "tiles"],
-    do_not_specialize_on_alignment=["slots_pointer", "tiles_pointer"],
+    do_not_specialize=["rows", "piece", "tiles", "groups", "shrinkers", "b_lines"],
+    do_not_specialize_on_alignment=[
+        "slots_pointer",
+        "tiles_pointer",
+        "done_pointer",
+        "ready_pointer",
+    ],
 )
 def _few_rows(
     x_pointer,
@@ -209,10 +197,19 @@ def _few_rows(
     ahead_pointer,
     slots_pointer,
     tiles_pointer,
-    shrunk_pointer,
+    shrunk_x_pointer,
+    a_pointer,
     b_pointer,
+    split_sums_pointer,
+    shrunk_pointer,
+    done_pointer,
+    ready_pointer,
     tiles,
-    slot_stride,
+    groups,
+    shrinkers,
+    a_stride,
+    b_stride,
+    b_lines,
     rows,
     outputs,
     piece,
@@ -235,16 +232,27 @@ def _few_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    RANK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
     FIRST_END: tl.constexpr,
     SECOND_END: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    AHEAD_OF_B: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    program = tl.program_id(0) - shrinkers
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if RANK > 0:  # noqa: SIM102 (a constant)
+        if program < 0:
+            shrink_first(
+                program + shrinkers, slots_pointer, tiles_pointer, shrunk_x_pointer, a_pointer,
+                b_pointer, split_sums_pointer, shrunk_pointer, done_pointer, ready_pointer, rows,
+                tiles, groups, shrinkers, a_stride, b_stride, b_lines, K, SPLIT, MODULES, RANK,
+                WIDTH, DEPTH, STAGES, BLOCK_M, AHEAD_OF_B,
+            )  # fmt: skip
+            return
     column = program * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     in_rows, in_columns = row < rows, column < outputs
@@ -285,7 +293,7 @@ def _few_rows(
         halves = tl.permute(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
         sums, ups = tl.split(halves)
     if AHEAD > 0:
-        prefetch(ahead_pointer, piece, tl.arange(0, AHEAD))
+        prefetch(ahead_pointer, piece, program, tl.arange(0, AHEAD))
     dtype = out_pointer.dtype.element_ty
     if FP8:
         if ROUNDS_SUMS:  # as the library leaves them: see kernels/gpu/fp8_rows.py
@@ -302,19 +310,11 @@ def _few_rows(
     if GATED:
         ups = ups.to(dtype).to(tl.float32)
     if RANK > 0:
-        if OVERLAPS:
-            tl.extra.cuda.gdc_wait()
-        adapted = tl.load(slots_pointer + row, mask=in_rows, other=-1)[None, :] >= 0
-        for half in tl.static_range(2 if GATED else 1):
-            added = added_columns(
-                slots_pointer, tiles_pointer, shrunk_pointer, b_pointer,
-                program * BLOCK_N + half * outputs, rows, outputs * (2 if GATED else 1), tiles,
-                slot_stride, FIRST_END, SECOND_END, SPLITS, MODULES, RANK, DEPTH, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-            if half == 0:
-                sums = tl.where(adapted, (sums + added).to(dtype).to(tl.float32), sums)
-            else:
-                ups = tl.where(adapted, (ups + added).to(dtype).to(tl.float32), ups)
+        sums, ups = adapt(
+            sums, ups, program * BLOCK_N, slots_pointer, tiles_pointer, b_pointer, shrunk_pointer,
+            ready_pointer, dtype, rows, outputs, tiles, groups, shrinkers, b_stride, GATED, RANK,
+            WIDTH, FIRST_END, SECOND_END, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     part = tl.arange(0, BLOCK_PARTS)
     if ADDS:
         part = program * (BLOCK_N // SQUARES) + tl.arange(0, BLOCK_N // SQUARES)

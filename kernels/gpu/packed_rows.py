@@ -313,7 +313,7 @@ def _packed_rows(
     sums, weights, others = warpgroup_mma_wait(0, deps=[sums, weights, others])
     if AHEAD > 0:
         threads: gl.constexpr = gl.BlockedLayout([1], [32], [AHEAD // 32], [0])
-        prefetch(ahead_pointer, piece, gl.arange(0, AHEAD, threads))
+        prefetch(ahead_pointer, piece, gl.program_id(0), gl.arange(0, AHEAD, threads))
     sums, ups = sums.to(dtype), sums.to(dtype)
     if GATED:
         halves = gl.permute(gl.reshape(sums, (tile // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))

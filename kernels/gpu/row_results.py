@@ -16,7 +16,7 @@ from baton.kernels.gpu.fixed_order import (
     square_columns,
     square_sums,
 )
-from baton.kernels.gpu.low_rank import Shrunk
+from baton.kernels.gpu.low_rank import ProductAdapters
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.linear import Activation
 
@@ -30,7 +30,7 @@ class Extras:
     target: Scaled | None = None
     gates: Activation | None = None
     ahead: Tensor | None = None
-    shrunk: Shrunk | None = None
+    adapters: ProductAdapters | None = None
     onto: bool = False  # the product is for a residual, which another kernel adds
 
     @property

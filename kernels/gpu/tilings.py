@@ -16,13 +16,14 @@ from baton.kernels.packed import PackedWeight
 Weight = Tensor | Fp8Weight | PackedWeight
 
 MOST_ROWS = 32
+MOST_GATED_ROWS = 64
 FP8_TILE_ROWS = 64
 FP8_ROWS_ONTO = 16
 PACKED_TILE_ROWS = 128
 PACKED_ROWS = 512
-"""Beyond these row counts the matrix library is faster: MOST_ROWS for plain weights, FP8_TILE_ROWS
-for FP8, FP8_ROWS_ONTO for FP8 products onto the residual, and PACKED_ROWS for packed weights, with
-the time to decode them."""
+"""Beyond these row counts the matrix library is faster: MOST_ROWS for plain weights,
+MOST_GATED_ROWS for wide gates, FP8_TILE_ROWS for FP8, FP8_ROWS_ONTO for FP8 products onto the
+residual, and PACKED_ROWS for packed weights, with the time to decode them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,19 @@ def tiling_for(outputs: int, rows: int) -> LinearTiling:
         return LinearTiling(64, 128, 4, 4, PACKED_TILE_ROWS)
     if outputs < 8192:
         return MIDDLE
-    return SHALLOW if outputs < 12288 else WIDE
+    return WIDE if is_wide(outputs) else SHALLOW
+
+
+def is_wide(outputs: int) -> bool:
+    """True if large tiles fill the chip."""
+    return outputs >= 12288
+
+
+def gated_tiling_for(outputs: int, rows: int) -> LinearTiling:
+    """Of gates; their ups have as many outputs."""
+    if MOST_ROWS < rows <= MOST_GATED_ROWS and is_wide(outputs):
+        return LinearTiling(64, 64, 4, 4, MOST_GATED_ROWS)
+    return tiling_for(outputs, rows)
 
 
 def fp8_tiling_for(outputs: int, rows: int) -> LinearTiling:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from baton.kernels.gpu.low_rank import AdapterStack, Shrunk, SlotRows
+from baton.kernels.gpu.low_rank import ProductAdapters, Shrunk
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.rotary import LOG2_E, HeadShape, Projected
 from baton.kernels.gpu.splits import SplitWorkspace
@@ -73,12 +73,12 @@ def few_rows(
     weight: Tensor,
     bias: Tensor | None = None,
     gates: Activation | None = None,
-    shrunk: Shrunk | None = None,
+    adapters: ProductAdapters | None = None,
 ) -> Tensor:
     """source [M, K] and weight [N, K] -> [M, N], or [M, N / 2] with gates."""
     product = few_rows_alone(source.x, weight)
-    if shrunk:
-        expand_onto(product, shrunk)
+    if adapters:
+        expand_onto(product, shrink(source.x, adapters))
     if gates:
         return gate_and_multiply(product, source, bias, gates)
     return settled(product, source, bias).to(product.dtype)
@@ -96,29 +96,30 @@ def few_rows_onto(
     norm: Tensor,
     epsilon: float,
     bias: Tensor | None = None,
-    shrunk: Shrunk | None = None,
+    adapters: ProductAdapters | None = None,
 ) -> Scaled:
     """residual [M, N] += x [M, K] @ weight.T + bias; and scaled by norm [N]."""
     product = few_rows_alone(x, weight)
-    if shrunk:
-        expand_onto(product, shrunk)
+    if adapters:
+        expand_onto(product, shrink(x, adapters))
     product = settled(product, None, bias).to(x.dtype)
     return scale_rows(residual, norm, epsilon, product[None])
 
 
-def shrink(x: Tensor, stack: AdapterStack, rows: SlotRows) -> Shrunk:
-    """x [T, K] and a [slots, parts * rank, K] -> [1, parts, T, rank]; zeros without an adapter."""
-    out = torch.zeros(1, len(stack.ends), len(x), stack.rank, device=x.device)
-    for row, slot in enumerate(rows.slots.tolist()):
+def shrink(x: Tensor, adapters: ProductAdapters) -> Shrunk:
+    """x [T, K] and a [slots, parts * rank, K] -> [parts, T, rank]; zeros without an adapter."""
+    stack = adapters.stack
+    out = torch.zeros(len(stack.ends), len(x), stack.rank, device=x.device)
+    for row, slot in enumerate(adapters.rows.slots.tolist()):
         if slot >= 0:
-            out[0, :, row] = (stack.a[slot].double() @ x[row].double()).view(len(stack.ends), -1)
-    return Shrunk(out, stack, rows)
+            out[:, row] = (stack.a[slot].double() @ x[row].double()).view(len(stack.ends), -1)
+    return Shrunk(out.to(stack.b.dtype), adapters)
 
 
 def expand_onto(product: Tensor, shrunk: Shrunk) -> None:
     """product [T, N] += b [slots, N, rank] of each row's slot times what its inputs shrank to."""
-    stack, x = shrunk.stack, shrunk.parts.double().sum(dim=0).to(product.dtype).double()
-    for row, slot in enumerate(shrunk.rows.slots.tolist()):
+    stack, x = shrunk.adapters.stack, shrunk.parts.double()
+    for row, slot in enumerate(shrunk.adapters.rows.slots.tolist()):
         if slot < 0:
             continue
         for part, (start, end) in enumerate(zip((0, *stack.ends), stack.ends, strict=False)):

@@ -21,11 +21,17 @@ from baton.engine.gpu.forward import Forward
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.weights import load_model
 from baton.kernels.fp8 import Fp8Weight
-from baton.kernels.gpu import low_rank
 from baton.kernels.gpu.latent_low_rank import LatentAdapters
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
-from baton.kernels.gpu.low_rank import AdapterStack, SlotRows, expand_onto, shrink
+from baton.kernels.gpu.low_rank import (
+    MOST_PARTS,
+    AdapterStack,
+    ProductAdapters,
+    SlotRows,
+    expand_onto,
+)
 from baton.kernels.gpu.norm import scale_rows
+from baton.kernels.gpu.shrink import shrink
 from baton.kernels.linear import Activation, Linear
 
 SLOTS = 12
@@ -52,6 +58,12 @@ class Step:
         a = self.random(SLOTS, len(ends) * self.rank, inputs)
         return AdapterStack(a, self.random(SLOTS, ends[-1], self.rank), ends)
 
+    def adapters(self, stack: AdapterStack) -> ProductAdapters:
+        """For one product."""
+        counters = torch.zeros(1 + MOST_PARTS * len(self.rows.tiles), dtype=torch.int32)
+        ready, done = counters.to(self.device).split([1, len(counters) - 1])
+        return ProductAdapters(stack, self.rows, done, ready)
+
 
 @pytest.mark.parametrize("rank", [16, 32, 256])
 def test_products_with_adapters_match_the_reference(device: torch.device, rank: int) -> None:
@@ -60,26 +72,27 @@ def test_products_with_adapters_match_the_reference(device: torch.device, rank: 
         residual, x = step.random(len(MIXED), HIDDEN), step.random(len(MIXED), INNER)
         down, norm, bias = step.random(HIDDEN, INNER), step.random(HIDDEN), step.random(HIDDEN)
         stack, summed = step.stack(INNER, HIDDEN), residual.clone()
-        shrunk, known = shrink(x, stack, step.rows), reference.shrink(x, stack, step.rows)
+        adapters = step.adapters(stack)
+        shrunk, known = shrink(x, adapters), reference.shrink(x, adapters)
         adapted = step.rows.slots >= 0
-        assert_close(shrunk.parts.sum(dim=0)[:, adapted], known.parts.sum(dim=0)[:, adapted])
-        found = few_rows_onto(x, down, residual, norm, 1e-5, bias, shrunk)
-        wanted = reference.few_rows_onto(x, down, summed, norm, 1e-5, bias, known)
+        assert_close(shrunk.parts[:, adapted], known.parts[:, adapted])
+        found = few_rows_onto(x, down, residual, norm, 1e-5, bias, adapters)
+        wanted = reference.few_rows_onto(x, down, summed, norm, 1e-5, bias, adapters)
         assert_close(residual, summed)
         assert_close(found.x, wanted.x)
         qkv, qkv_bias = step.random(200, HIDDEN), step.random(200)
-        stack = step.stack(HIDDEN, 100, 150, 200)
-        shrunk, known = (each.shrink(found.x, stack, step.rows) for each in (low_rank, reference))
-        product = few_rows(found, qkv, qkv_bias, shrunk=shrunk)
-        assert_close(product, reference.few_rows(found, qkv, qkv_bias, shrunk=known))
+        adapters = step.adapters(step.stack(HIDDEN, 100, 150, 200))
+        product = few_rows(found, qkv, qkv_bias, adapters=adapters)
+        assert_close(product, reference.few_rows(found, qkv, qkv_bias, adapters=adapters))
         gate_up = step.random(2 * INNER, HIDDEN)
         for stack in (step.stack(HIDDEN, INNER, 2 * INNER), step.stack(HIDDEN, 2 * INNER)):
-            shrunk = shrink(found.x, stack, step.rows)
             for gates in get_args(Activation):
+                adapters = step.adapters(stack)
                 assert_close(
-                    few_rows(found, gate_up, None, gates, shrunk=shrunk),
-                    reference.few_rows(found, gate_up, None, gates, shrunk),
+                    few_rows(found, gate_up, None, gates, adapters=adapters),
+                    reference.few_rows(found, gate_up, None, gates, adapters),
                 )
+            assert not adapters.done.any()
 
 
 def test_a_product_of_many_rows_gets_what_adapters_add(device: torch.device) -> None:
@@ -87,10 +100,11 @@ def test_a_product_of_many_rows_gets_what_adapters_add(device: torch.device) -> 
     for dtype in types_for(device, torch.bfloat16):
         step = Step(device, dtype, slots)
         x, product = step.random(len(slots), 700), step.random(len(slots), 200)
-        stack, known = step.stack(700, 90, 150, 200), product.clone()
-        expand_onto(product, shrink(x, stack, step.rows))
-        reference.expand_onto(known, reference.shrink(x, stack, step.rows))
+        adapters, known = step.adapters(step.stack(700, 90, 150, 200)), product.clone()
+        expand_onto(product, shrink(x, adapters))
+        reference.expand_onto(known, reference.shrink(x, adapters))
         assert_close(product, known)
+        assert not adapters.done.any()
 
 
 def test_rows_have_the_same_bits_in_any_company(device: torch.device) -> None:
@@ -100,16 +114,16 @@ def test_rows_have_the_same_bits_in_any_company(device: torch.device) -> None:
         step = Step(device, dtype, MIXED)
         source = scale_rows(step.random(len(MIXED), HIDDEN), step.random(HIDDEN), 1e-5)
         weight, stack = step.random(200, HIDDEN), step.stack(HIDDEN, 90, 150, 200)
-        together = few_rows(source, weight, shrunk=shrink(source.x, stack, step.rows))
+        together = few_rows(source, weight, adapters=step.adapters(stack))
         plain = few_rows(source, weight)
         product = few_rows_alone(source.x, weight)
-        expand_onto(product, shrink(source.x, stack, step.rows))
+        expand_onto(product, shrink(source.x, step.adapters(stack)))
         settled = reference.settled(product, source, None)
         assert_close(together, settled.to(dtype))
         for row, slot in enumerate(MIXED):
-            alone = Step(device, dtype, [slot]).rows
+            alone = Step(device, dtype, [slot])
             mine = source.rows(torch.tensor([row], device=device))
-            found = few_rows(mine, weight, shrunk=shrink(mine.x, stack, alone))
+            found = few_rows(mine, weight, adapters=alone.adapters(stack))
             assert torch.equal(found[0], together[row])
             assert torch.equal(together[row], plain[row]) == (slot < 0)
 
@@ -145,6 +159,16 @@ def test_products_between_latents_and_heads_get_what_adapters_add(
                 assert torch.equal(each[row], known[row]) == (slots[row] < 0)
 
 
+def test_adapters_add_to_no_product_whose_rows_have_none(device: torch.device) -> None:
+    step = Step(device, torch.float32, MIXED)
+    nothing = SlotRows(*(torch.from_numpy(each) for each in arrange_rows(np.array([-1, -1]))))
+    linear, counters = Linear(step.random(HIDDEN, 128)), torch.zeros(1, dtype=torch.int32)
+    adapters = StepAdapters({linear: step.stack(128, HIDDEN)}, step.rows, nothing, counters)
+    assert adapters.of_product(linear)
+    assert adapters.of_samples().of_product(linear) is None
+    assert adapters.of_product(Linear(step.random(HIDDEN, 128))) is None
+
+
 @pytest.mark.parametrize("slots", [MIXED, [0] * 36 + MIXED], ids=len)
 def test_adapters_add_to_quantized_products_of_one_tile_and_of_more(
     device: torch.device, slots: list[int], tmp_path: Path
@@ -159,10 +183,11 @@ def test_adapters_add_to_quantized_products_of_one_tile_and_of_more(
     linear.quantize("fp8")
     assert isinstance(linear.kept, Fp8Weight)
     product = few_rows_alone(x, linear.kept)
-    reference.expand_onto(product, reference.shrink(x, stack, step.rows))
+    reference.expand_onto(product, reference.shrink(x, step.adapters(stack)))
     summed = residual.clone()
     wanted = reference.scale_rows(summed, norm, model.architecture.norm_epsilon, product[None])
-    adapters = StepAdapters({linear: stack}, step.rows, step.rows)
+    counters = torch.zeros(1 + len(step.rows.tiles), dtype=torch.int32, device=device)
+    adapters = StepAdapters({linear: stack}, step.rows, step.rows, counters)
     found = Forward(model, Numerics.INVARIANT)._onto(residual, linear, x, norm, None, adapters)
     assert_close(residual, summed)
     assert_close(found.x, wanted.x)
