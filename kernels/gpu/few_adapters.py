@@ -10,8 +10,6 @@ column of B, of one of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -35,28 +33,23 @@ MOST_TILES = tl.constexpr(TILE_ROWS)
 LEAST_SHRINKERS = 16
 """Fewest programs that shrink, even if the product leaves fewer multiprocessors idle."""
 
-POINTERS = ("slots", "tiles", "shrunk_x", "a", "b", "split_sums", "shrunk", "done", "ready")
-NUMBERS = ("tiles", "groups", "shrinkers", "a_stride", "b_stride", "b_lines")
-CONSTANTS = (
+NAMES = (
+    *("slots_pointer", "tiles_pointer", "shrunk_x_pointer", "a_pointer", "b_pointer"),
+    *("split_sums_pointer", "shrunk_pointer", "done_pointer", "ready_pointer"),
+    *("tiles", "groups", "shrinkers", "a_stride", "b_stride", "b_lines"),
     *("SPLIT", "MODULES", "RANK", "WIDTH", "DEPTH", "STAGES"),
     *("FIRST_END", "SECOND_END", "AHEAD_OF_B"),
 )
+"""The arguments of a product's kernel that are for adapters."""
 
 
-class LaunchedAdapters(NamedTuple):
-    """What adapters add to the launch of a product."""
-
-    programs: int = 0
-    arguments: tuple[Tensor | int, ...] = (0,) * (len(POINTERS) + len(NUMBERS))
-    constants: dict[str, int] = dict.fromkeys(CONSTANTS, 0)
-
-
-def launch_adapters(
+def adapter_arguments(
     x: Tensor, adapters: ProductAdapters | None, programs: int, threads: int, block_m: int
-) -> LaunchedAdapters:
-    """For a product of rows x with `programs` programs, of `threads` and `block_m` rows each."""
+) -> tuple[int, dict[str, Tensor | int]]:
+    """For a product of rows x with `programs` programs, of `threads` and `block_m` rows each: how
+    many programs come before these, and the kernel's arguments."""
     if adapters is None:
-        return LaunchedAdapters()
+        return 0, dict.fromkeys(NAMES, 0)
     stack, rows, inputs = adapters.stack, adapters.rows, x.shape[1]
     parts, splits, width = len(stack.ends), splits_of(inputs), max(DEPTH, stack.rank)
     groups = triton.cdiv(len(rows.tiles) * stack.rank, width)
@@ -64,13 +57,16 @@ def launch_adapters(
     shrinkers = min(shrinkers, groups * parts * splits)
     sums = x.new_empty(splits, parts, block_m, stack.rank, dtype=torch.float32)
     shrunk = x.new_empty(parts, groups, block_m, width, dtype=stack.b.dtype)
-    tensors = rows.slots, rows.tiles, x, stack.a, stack.b, sums, shrunk
-    strides, lines = (stack.a.stride(0), stack.b.stride(0)), stack.b[0].nbytes // LINE.value
-    numbers = len(rows.tiles), groups, shrinkers, *strides, lines
-    sizes = split_of(inputs), parts, stack.rank, width, *loop_of(width, x.dtype)
-    constants = *sizes, *stack.inner_ends, threads if can_prefetch(x.device) else 0
-    arguments = *tensors, adapters.done, adapters.ready, *numbers
-    return LaunchedAdapters(shrinkers, arguments, dict(zip(CONSTANTS, constants, strict=True)))
+    values = (
+        *(rows.slots, rows.tiles, x, stack.a, stack.b),
+        *(sums, shrunk, adapters.done, adapters.ready),
+        *(len(rows.tiles), groups, shrinkers, stack.a.stride(0), stack.b.stride(0)),
+        stack.b[0].nbytes // LINE.value,
+        *(split_of(inputs), parts, stack.rank, width, *loop_of(width, x.dtype)),
+        *stack.inner_ends,
+        threads if can_prefetch(x.device) else 0,
+    )
+    return shrinkers, dict(zip(NAMES, values, strict=True))
 
 
 @triton.jit
@@ -102,17 +98,39 @@ def shrink_first(
     BLOCK_M: tl.constexpr,
     AHEAD_OF_B: tl.constexpr,
 ):
-    """The work of one of the programs that shrink. They also prefetch B."""
+    """The work of one of the programs that shrink. An item is a split of the inputs, for one part
+    of the layer and one group of tiles. The result is [parts, groups, BLOCK_M, WIDTH], with zeros
+    in the lanes of other adapters. Then the programs prefetch B."""
     row = tl.arange(0, BLOCK_M)
     slot = tl.load(slots_pointer + row, mask=row < rows, other=-1)
     active = _count_groups(tiles_pointer, tiles, RANK, WIDTH)
-    items = active * MODULES * ((INPUTS + SPLIT - 1) // SPLIT)
+    splits: tl.constexpr = (INPUTS + SPLIT - 1) // SPLIT
+    items = active * MODULES * splits
     for item in range(program, items, shrinkers):
-        _shrink_item(
-            item, slot, x_pointer, a_pointer, tiles_pointer, sums_pointer, shrunk_pointer,
-            done_pointer, tiles, groups, a_stride, INPUTS, SPLIT, MODULES, RANK, WIDTH, DEPTH,
-            STAGES, BLOCK_M,
+        split, pair = item % splits, item // splits
+        part, group = pair % MODULES, pair // MODULES
+        number = part * groups + group
+        lane, rank = tl.arange(0, WIDTH), tl.arange(0, RANK)
+        known = _slots_of_lanes(group, tiles_pointer, tiles, RANK, WIDTH)
+        a_at = known.to(tl.int64) * a_stride + (part * RANK + lane % RANK) * INPUTS
+        sums = split_sums(
+            x_pointer + row.to(tl.int64) * INPUTS, slot >= 0, a_pointer + a_at, known >= 0, split,
+            INPUTS, SPLIT, BLOCK_M, WIDTH, DEPTH, STAGES,
         )  # fmt: skip
+        mine = (slot[:, None] == known[None, :]) & (slot >= 0)[:, None]
+        last = True
+        if splits > 1:  # a row has one adapter, so splits need no lanes
+            split_size: tl.constexpr = MODULES * BLOCK_M * RANK
+            at = sums_pointer + (part * BLOCK_M + row)[:, None] * RANK
+            tl.store(at + split * split_size + (lane % RANK)[None, :], sums, mask=mine)
+            last = is_last(done_pointer + number, splits)
+            if last:
+                added = add_splits(at + rank[None, :], True, split_size, splits)
+                sums = tl.broadcast_to(added[:, None, :], (BLOCK_M, WIDTH // RANK, RANK))
+                sums = tl.reshape(sums, (BLOCK_M, WIDTH))
+        if last:
+            to = shrunk_pointer + (number * BLOCK_M + row)[:, None] * WIDTH + lane[None, :]
+            tl.store(to, tl.where(mine, sums, 0.0).to(shrunk_pointer.dtype.element_ty))
     tl.debug_barrier()
     tl.atomic_add(ready_pointer, 1, sem="release")
     if AHEAD_OF_B > 0:
@@ -123,58 +141,6 @@ def shrink_first(
                 at = b_pointer + known.to(tl.int64) * b_stride
                 for first in range(0, b_lines, shrinkers * AHEAD_OF_B):
                     prefetch_lines(at, first + line, b_lines)
-
-
-@triton.jit
-def _shrink_item(
-    item,
-    slot,
-    x_pointer,
-    a_pointer,
-    tiles_pointer,
-    sums_pointer,
-    shrunk_pointer,
-    done_pointer,
-    tiles,
-    groups,
-    slot_stride,
-    INPUTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MODULES: tl.constexpr,
-    RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Sums a split of the inputs of few rows, whose slots are `slot` [BLOCK_M], for one part of the
-    layer and one group of tiles. The result is [parts, groups, BLOCK_M, WIDTH], with zeros in the
-    lanes of other adapters."""
-    splits: tl.constexpr = (INPUTS + SPLIT - 1) // SPLIT
-    split, pair = item % splits, item // splits
-    part, group = pair % MODULES, pair // MODULES
-    number = part * groups + group
-    row, lane, rank = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH), tl.arange(0, RANK)
-    known = _slots_of_lanes(group, tiles_pointer, tiles, RANK, WIDTH)
-    a_at = known.to(tl.int64) * slot_stride + (part * RANK + lane % RANK) * INPUTS
-    sums = split_sums(
-        x_pointer + row.to(tl.int64) * INPUTS, slot >= 0, a_pointer + a_at, known >= 0, split,
-        INPUTS, SPLIT, BLOCK_M, WIDTH, DEPTH, STAGES,
-    )  # fmt: skip
-    mine = (slot[:, None] == known[None, :]) & (slot >= 0)[:, None]
-    last = True
-    if INPUTS > SPLIT:  # a row has one adapter, so splits need no lanes
-        split_size: tl.constexpr = MODULES * BLOCK_M * RANK
-        at = sums_pointer + (part * BLOCK_M + row)[:, None] * RANK
-        tl.store(at + split * split_size + (lane % RANK)[None, :], sums, mask=mine)
-        last = is_last(done_pointer + number, INPUTS, SPLIT)
-        if last:
-            added = add_splits(at + rank[None, :], True, split_size, INPUTS, SPLIT)
-            sums = tl.broadcast_to(added[:, None, :], (BLOCK_M, WIDTH // RANK, RANK))
-            sums = tl.reshape(sums, (BLOCK_M, WIDTH))
-    if last:
-        to = shrunk_pointer + (number * BLOCK_M + row)[:, None] * WIDTH + lane[None, :]
-        tl.store(to, tl.where(mine, sums, 0.0).to(shrunk_pointer.dtype.element_ty))
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu import packed_rows
-from baton.kernels.gpu.few_adapters import adapt, launch_adapters, shrink_first
+from baton.kernels.gpu.few_adapters import adapt, adapter_arguments, shrink_first
 from baton.kernels.gpu.fixed_order import square_columns
 from baton.kernels.gpu.fp8_rows import fp8_rows
 from baton.kernels.gpu.low_rank import ProductAdapters
@@ -144,18 +144,17 @@ def _launch(
     block_n = tiling.outputs // 2 if packed and extras.gates else tiling.outputs
     programs, threads = triton.cdiv(outputs, block_n), 32 * tiling.warps
     piece = piece_for(extras.ahead, programs * threads)
-    adapters = launch_adapters(x, extras.adapters, programs, threads, block_m)
-    _few_rows[(adapters.programs + programs, triton.cdiv(rows, block_m))](
+    shrinkers, adapted = adapter_arguments(x, extras.adapters, programs, threads, block_m)
+    _few_rows[(shrinkers + programs, triton.cdiv(rows, block_m))](
         read.x,
         read.codes,
         read.row_scales,
         read.scales,
         *extras.tensors(x, bias, out),
-        *adapters.arguments,
-        rows,
-        outputs,
-        piece,
-        extras.epsilon,
+        rows=rows,
+        outputs=outputs,
+        piece=piece,
+        epsilon=extras.epsilon,
         **extras.constants(depth, outputs, bias),
         AHEAD=threads if piece else 0,
         FP8=isinstance(weight, Fp8Weight),
@@ -165,7 +164,7 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_K=tiling.depth,
         EVEN=depth % tiling.depth == 0 and outputs % block_n == 0,
-        **adapters.constants,
+        **adapted,
         num_warps=tiling.warps,
         enable_fp_fusion=False,
         num_stages=stages_for(

@@ -17,6 +17,7 @@ from baton.kernels.gpu.low_rank import (
     Shrunk,
     rows_of_tile,
 )
+from baton.kernels.gpu.tilings import STAGE_BYTES
 
 SPLITS = 8
 """Most programs that share a row's inputs."""
@@ -29,9 +30,6 @@ SHRINK_STAGES = 4
 
 MOST_BUFFER = 96 << 10
 """Most bytes of a buffer; some types need other room beside it."""
-
-STAGE_BYTES = 224 << 10
-"""Shared memory of a multiprocessor for what a program loads ahead."""
 
 
 def split_of(inputs: int) -> int:
@@ -103,6 +101,7 @@ def _shrink(
     STAGES: tl.constexpr,
 ):
     """Sums a split of the inputs of a tile, for one part of the layer."""
+    splits: tl.constexpr = (INPUTS + SPLIT - 1) // SPLIT
     split, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, row, inside = rows_of_tile(order_pointer, tiles_pointer, tile, TILE_ROWS)
     if slot >= 0:
@@ -115,11 +114,11 @@ def _shrink(
         to = (part * rows.to(tl.int64) + row)[:, None] * RANK + rank[None, :]
         mask, split_size = inside[:, None], rows.to(tl.int64) * (MODULES * RANK)
         last = True
-        if INPUTS > SPLIT:
+        if splits > 1:
             tl.store(sums_pointer + split * split_size + to, sums, mask=mask)
-            last = is_last(done_pointer + tile * MODULES + part, INPUTS, SPLIT)
+            last = is_last(done_pointer + tile * MODULES + part, splits)
             if last:
-                sums = add_splits(sums_pointer + to, mask, split_size, INPUTS, SPLIT)
+                sums = add_splits(sums_pointer + to, mask, split_size, splits)
         if last:
             tl.store(shrunk_pointer + to, sums.to(shrunk_pointer.dtype.element_ty), mask=mask)
 
@@ -155,20 +154,20 @@ def split_sums(
 
 
 @triton.jit
-def is_last(done_pointer, INPUTS: tl.constexpr, SPLIT: tl.constexpr):
+def is_last(done_pointer, SPLITS: tl.constexpr):
     """True if the programs of all other splits have stored their sums. Then sets the counter to
     0 again."""
     tl.debug_barrier()
-    last = tl.atomic_add(done_pointer, 1, sem="acq_rel") == (INPUTS + SPLIT - 1) // SPLIT - 1
+    last = tl.atomic_add(done_pointer, 1, sem="acq_rel") == SPLITS - 1
     if last:
         tl.store(done_pointer, 0)
     return last
 
 
 @triton.jit
-def add_splits(at, mask, split_size, INPUTS: tl.constexpr, SPLIT: tl.constexpr):
+def add_splits(at, mask, split_size, SPLITS: tl.constexpr):
     """Adds up all splits' sums, in order."""
     sums = tl.load(at, mask=mask, other=0.0)
-    for split in tl.static_range(1, (INPUTS + SPLIT - 1) // SPLIT):
+    for split in tl.static_range(1, SPLITS):
         sums += tl.load(at + split * split_size, mask=mask, other=0.0)
     return sums
