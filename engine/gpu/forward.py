@@ -22,6 +22,7 @@ from baton.engine.model import Layer, Model
 from baton.engine.tensor_parallel import SummedExperts, SummedLinear
 from baton.kernels.experts import MLP, Experts
 from baton.kernels.fp8 import Fp8Weight
+from baton.kernels.gpu.adapted_gate import expand_and_gate
 from baton.kernels.gpu.experts import gated as experts_gated
 from baton.kernels.gpu.experts import sum_parts, weighted
 from baton.kernels.gpu.experts_of_row import weighted_onto
@@ -258,10 +259,13 @@ class Forward:
 
     def _gated(self, mlp: MLP, source: Scaled, adapters: StepAdapters | None) -> Tensor | Fp8Rows:
         linear = mlp.gate_up
+        added = adapters and adapters.of_product(linear)
         if self._is_few(source.x, linear.kept, adapters, gates=True):
-            added = adapters and adapters.of_product(linear)
             return few_rows(source, linear.kept, linear.bias, linear.activation, adapters=added)
-        product = self._adapted(linear, source.read, adapters)
+        product = self._product(linear.kept, source.read)
+        if added:
+            shrunk = shrink(source.x, added)
+            return expand_and_gate(product, shrunk, source, linear.bias, linear.activation)
         codes = self._reads_codes(source.x, mlp.down, adapters)
         made = gate_to_codes if codes else gate_and_multiply
         return made(product, source, linear.bias, linear.activation)

@@ -32,11 +32,27 @@ SPLIT = 128
 """Tokens whose sums one program adds up: a multiple of TILE. Longer splits need less merging,
 shorter ones let more programs share one sequence."""
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""False in the interpreter, which has no inline assembly: the same is then computed in Triton."""
+
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 def tile_of(dtype: torch.dtype) -> int:
     return TILE if dtype.itemsize == 2 else FLOAT32_TILE
+
+
+@triton.jit
+def awaited(sums):
+    """A product that is complete before it is read. Triton 3.6 adds the result of `tl.dot` to other
+    numbers within the product, whose last bits then differ. And it waits for a product of packed
+    weights only after the next tile was decoded, maybe into registers that the product still reads:
+    from 64 rows on, wrong sums were observed."""
+    if COMPILED:
+        sums = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return sums
 
 
 @triton.constexpr_function

@@ -23,11 +23,11 @@ from torch import Tensor
 from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu import packed_rows
 from baton.kernels.gpu.few_adapters import adapt, adapter_arguments, shrink_first
-from baton.kernels.gpu.fixed_order import square_columns
+from baton.kernels.gpu.fixed_order import awaited, square_columns
 from baton.kernels.gpu.fp8_rows import fp8_rows
 from baton.kernels.gpu.low_rank import ProductAdapters
 from baton.kernels.gpu.norm import Scaled
-from baton.kernels.gpu.packed_tiles import awaited, packed_tile
+from baton.kernels.gpu.packed_tiles import packed_tile
 from baton.kernels.gpu.prefetch import piece_for, prefetch
 from baton.kernels.gpu.row_results import Extras, finish
 from baton.kernels.gpu.tilings import (

@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from baton.kernels.gpu.packed_tiles import COMPILED, numbers
+from baton.kernels.gpu.fixed_order import COMPILED
+from baton.kernels.gpu.packed_tiles import numbers
 from baton.kernels.gpu.prefetch import piece_for, prefetch
 from baton.kernels.gpu.row_results import Extras, finish
 from baton.kernels.gpu.tilings import LinearTiling, hopper_tiling_for, stages_for

@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.gpu.fixed_order import COMPILED
 from baton.kernels.packed import ZERO_BITS, PackedWeight
-
-COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""False in the interpreter, which has no inline assembly: the same is then computed in Triton."""
 
 ZEROS = tl.constexpr((1 << ZERO_BITS) - 1)
 
@@ -157,18 +155,6 @@ def packed_tile(
         K, BITS, GROUP, BLOCK_N, BLOCK_K, EVEN, GATED,
     )  # fmt: skip
     return numbers(words, scales, BITS, EXACT, dtype, BLOCK_N, BLOCK_K)
-
-
-@triton.jit
-def awaited(sums):
-    """Waits for a product with a decoded tile. Otherwise Triton 3.6 waits only after the next tile
-    was decoded, maybe into registers that the product still reads: from 64 rows on, wrong sums were
-    observed."""
-    if COMPILED:
-        sums = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=False, pack=1
-        )
-    return sums
 
 
 @triton.jit

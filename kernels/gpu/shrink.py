@@ -28,6 +28,10 @@ LEAST_SPLIT = 512
 SHRINK_STAGES = 4
 """Most stages of shrink's loop: each but one has a buffer."""
 
+MOST_LANES = 128
+"""Most rows of A that a program of shrink multiplies at once, of all parts of a layer. Then inputs
+are read once for all parts."""
+
 MOST_BUFFER = 96 << 10
 """Most bytes of a buffer; some types need other room beside it."""
 
@@ -40,11 +44,14 @@ def split_of(inputs: int) -> int:
 def shrink(x: Tensor, adapters: ProductAdapters) -> Shrunk:
     """x [T, K] @ A.T of each row's adapter."""
     stack, rows, (count, depth) = adapters.stack, adapters.rows, x.shape
-    splits, shape = splits_of(depth), (len(stack.ends), count, stack.rank)
-    loop = loop_of(stack.rank, x.dtype)
+    parts, splits = len(stack.ends), splits_of(depth)
+    shape = parts, count, stack.rank
+    together = parts if parts * stack.rank <= MOST_LANES else 1
+    lanes = triton.next_power_of_2(together * stack.rank)
+    loop = loop_of(lanes, x.dtype)
     sums = x.new_empty(splits, *shape, dtype=torch.float32)
     found = x.new_empty(shape, dtype=stack.b.dtype)
-    _shrink[(splits, len(stack.ends), len(rows.tiles))](
+    _shrink[(splits, parts // together, len(rows.tiles))](
         x,
         stack.a,
         rows.order,
@@ -56,8 +63,10 @@ def shrink(x: Tensor, adapters: ProductAdapters) -> Shrunk:
         stack.a.stride(0),
         INPUTS=depth,
         SPLIT=split_of(depth),
-        MODULES=len(stack.ends),
+        PARTS=parts,
+        TOGETHER=together,
         RANK=stack.rank,
+        LANES=lanes,
         TILE_ROWS=TILE_ROWS,
         DEPTH=loop[0],
         STAGES=loop[1],
@@ -94,29 +103,36 @@ def _shrink(
     slot_stride,
     INPUTS: tl.constexpr,
     SPLIT: tl.constexpr,
-    MODULES: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     RANK: tl.constexpr,
+    LANES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sums a split of the inputs of a tile, for one part of the layer."""
+    """Sums a split of the inputs of a tile, for one part of the layer or for all: TOGETHER parts.
+    A lane is a row of A."""
     splits: tl.constexpr = (INPUTS + SPLIT - 1) // SPLIT
-    split, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, first_part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, row, inside = rows_of_tile(order_pointer, tiles_pointer, tile, TILE_ROWS)
     if slot >= 0:
-        rank = tl.arange(0, RANK)
-        a_at = slot.to(tl.int64) * slot_stride + (part * RANK + rank) * INPUTS
+        lane = tl.arange(0, LANES)
+        in_lanes = lane < TOGETHER * RANK
+        a_at = slot.to(tl.int64) * slot_stride + (first_part * RANK + lane) * INPUTS
         sums = split_sums(
-            x_pointer + row.to(tl.int64) * INPUTS, inside, a_pointer + a_at, rank < RANK, split,
-            INPUTS, SPLIT, TILE_ROWS, RANK, DEPTH, STAGES,
+            x_pointer + row.to(tl.int64) * INPUTS, inside, a_pointer + a_at, in_lanes, split,
+            INPUTS, SPLIT, TILE_ROWS, LANES, DEPTH, STAGES,
         )  # fmt: skip
-        to = (part * rows.to(tl.int64) + row)[:, None] * RANK + rank[None, :]
-        mask, split_size = inside[:, None], rows.to(tl.int64) * (MODULES * RANK)
+        part = first_part + lane // RANK
+        to = (part * rows.to(tl.int64))[None, :] + row[:, None]
+        to = to * RANK + (lane % RANK)[None, :]
+        mask = inside[:, None] & in_lanes[None, :]
+        split_size = rows.to(tl.int64) * (PARTS * RANK)
         last = True
         if splits > 1:
             tl.store(sums_pointer + split * split_size + to, sums, mask=mask)
-            last = is_last(done_pointer + tile * MODULES + part, splits)
+            last = is_last(done_pointer + tile * PARTS + first_part, splits)
             if last:
                 sums = add_splits(sums_pointer + to, mask, split_size, splits)
         if last:

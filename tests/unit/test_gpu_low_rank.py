@@ -21,6 +21,8 @@ from baton.engine.gpu.forward import Forward
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.weights import load_model
 from baton.kernels.fp8 import Fp8Weight
+from baton.kernels.gpu.adapted_gate import expand_and_gate
+from baton.kernels.gpu.gate import gate_and_multiply
 from baton.kernels.gpu.latent_low_rank import LatentAdapters
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.low_rank import (
@@ -36,6 +38,7 @@ from baton.kernels.linear import Activation, Linear
 
 SLOTS = 12
 MIXED = [2, -1, 0, 2, 1, 11, -1, 2, 5]
+MANY = [0] * 40 + [-1] * 5 + [3] * 3 + [0] * 10 + MIXED
 HIDDEN, INNER = 136, 70
 
 
@@ -96,15 +99,33 @@ def test_products_with_adapters_match_the_reference(device: torch.device, rank: 
 
 
 def test_a_product_of_many_rows_gets_what_adapters_add(device: torch.device) -> None:
-    slots = [0] * 40 + [-1] * 5 + [3] * 3 + [0] * 10 + MIXED
     for dtype in types_for(device, torch.bfloat16):
-        step = Step(device, dtype, slots)
-        x, product = step.random(len(slots), 700), step.random(len(slots), 200)
+        step = Step(device, dtype, MANY)
+        x, product = step.random(len(MANY), 700), step.random(len(MANY), 200)
         adapters, known = step.adapters(step.stack(700, 90, 150, 200)), product.clone()
         expand_onto(product, shrink(x, adapters))
         reference.expand_onto(known, reference.shrink(x, adapters))
         assert_close(product, known)
         assert not adapters.done.any()
+
+
+@pytest.mark.parametrize("slots", [MANY, [-1] * 50, [4] * 64], ids=["some", "none", "all"])
+def test_gates_of_many_rows_get_what_adapters_add(device: torch.device, slots: list[int]) -> None:
+    """With the bits of expanding, then gating."""
+    for dtype in types_for(device, torch.bfloat16):
+        step = Step(device, dtype, slots)
+        source = scale_rows(step.random(len(slots), HIDDEN), step.random(HIDDEN), 1e-5)
+        product, bias = step.random(len(slots), 2 * INNER), step.random(2 * INNER)
+        for ends in ((INNER, 2 * INNER), (2 * INNER,)):
+            adapters = step.adapters(step.stack(HIDDEN, *ends))
+            for gates in get_args(Activation):
+                shrunk, separate = shrink(source.x, adapters), product.clone()
+                found = expand_and_gate(product, shrunk, source, bias, gates)
+                expand_onto(separate, shrunk)
+                assert torch.equal(found, gate_and_multiply(separate, source, bias, gates))
+                known = product.clone()
+                reference.expand_onto(known, reference.shrink(source.x, adapters))
+                assert_close(found, reference.gate_and_multiply(known, source, bias, gates))
 
 
 def test_rows_have_the_same_bits_in_any_company(device: torch.device) -> None:
