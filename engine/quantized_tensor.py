@@ -224,17 +224,23 @@ def _bytes(parts: QuantizedWeight) -> QuantizedTensor:
     if codes.dtype not in (torch.float8_e4m3fn, torch.int8) or codes.dim() != 2:
         parts.refuse(f"weight {list(codes.shape)} of {codes.dtype}")
     scale = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
-    scales, zeros = _matrix(parts[scale], len(codes)), None
+    (outputs, inputs), block = codes.shape, parts.quantization.block
+    scales, zeros = _matrix(parts[scale], outputs, inputs, block), None
     if "weight_zero_point" in parts:
-        zeros = _matrix(parts["weight_zero_point"], len(codes))
-    return _checked(parts, codes, scales, zeros, block=parts.quantization.block)
+        zeros = _matrix(parts["weight_zero_point"], outputs, inputs, block)
+    return _checked(parts, codes, scales, zeros, block=block)
 
 
-def _matrix(scales: Tensor, outputs: int) -> Tensor:
-    """[1, 1], [outputs, 1], or the matrix that it is."""
+def _matrix(
+    scales: Tensor, outputs: int, inputs: int, block: tuple[int, int] | None = None
+) -> Tensor:
+    """[1, 1], [outputs, 1], or the matrix that it is. A row may be of blocks or of outputs."""
     if scales.dim() < 2:
         scales = scales.view(-1, 1)
-    return scales.float() if scales.shape != (1, outputs) else scales.float().view(-1, 1)
+    of_blocks = block and scales.shape == (-(-outputs // block[0]), -(-inputs // block[1]))
+    if scales.shape == (1, outputs) and not of_blocks:
+        scales = scales.view(-1, 1)
+    return scales.float()
 
 
 def _packed(parts: QuantizedWeight) -> QuantizedTensor:
@@ -243,13 +249,15 @@ def _packed(parts: QuantizedWeight) -> QuantizedTensor:
     bits = 32 * words.shape[1] // inputs
     if bits not in PACKED_BITS or [len(words), 32 * words.shape[1]] != [shape[0], bits * inputs]:
         parts.refuse(f"words {list(words.shape)} for a shape of {shape}")
-    scales, zeros = _matrix(parts["weight_scale"], len(words)), None
+    block = parts.quantization.block
+    scales, zeros = _matrix(parts["weight_scale"], len(words), inputs, block), None
     if "weight_zero_point" in parts:
         # The last word of zeros may be longer than the outputs.
         zeros = Packed(parts.words("weight_zero_point"), 0, bits).all()[: len(words)].float()
     else:
         zeros = torch.full_like(scales, 1 << (bits - 1))
-    return _checked(parts, Packed(words, 1, bits), scales, zeros, order="weight_g_idx")
+    codes = Packed(words, 1, bits)
+    return _checked(parts, codes, scales, zeros, order="weight_g_idx", block=block)
 
 
 def _by_inputs(parts: QuantizedWeight) -> QuantizedTensor:

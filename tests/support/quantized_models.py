@@ -99,10 +99,15 @@ def _packed(
     """As compressed-tensors packs: codes plus the half of their range."""
 
     def quantize(_: str, outputs: int, inputs: int, generator: Generator) -> tuple[Parts, Tensor]:
-        wide, middle = (inputs // group if by == "group" else 1), 1 << (bits - 1)
-        codes = _integers(-middle, middle, (outputs, inputs), generator)
-        scales = _scales((outputs, wide), 0.6 / middle, generator).bfloat16()
+        high, middle = outputs, 1 << (bits - 1)
+        wide = inputs // group if by == "group" else 1
         groups = torch.arange(inputs) * wide // inputs
+        rows = torch.arange(outputs)
+        if by == "block":
+            high, wide = -(-outputs // BLOCK[0]), -(-inputs // BLOCK[1])
+            rows, groups = rows // BLOCK[0], torch.arange(inputs) // BLOCK[1]
+        codes = _integers(-middle, middle, (outputs, inputs), generator)
+        scales = _scales((high, wide), 0.6 / middle, generator).bfloat16()
         parts = {
             "weight_packed": pack(codes + middle, bits),
             "weight_scale": scales,
@@ -115,7 +120,7 @@ def _packed(
         if act_order:
             groups = groups[torch.randperm(inputs, generator=generator)]
             parts["weight_g_idx"] = groups.int()
-        return parts, _product(codes, zeros[:, groups], scales[:, groups])
+        return parts, _product(codes, zeros[:, groups], scales[rows][:, groups])
 
     return quantize
 
@@ -241,6 +246,10 @@ def formats(size: int) -> dict[str, QuantizedFormat]:
         ),
         "int8-packed": QuantizedFormat(
             _compressed("pack-quantized", _int(8, "channel")), _packed(8, "channel", size)
+        ),
+        "int4-by-block": QuantizedFormat(
+            _compressed("pack-quantized", {**_int(4, "block"), "block_structure": list(BLOCK)}),
+            _packed(4, "block", size),
         ),
         "mixed": _mixed(size),
         "fp8": QuantizedFormat(

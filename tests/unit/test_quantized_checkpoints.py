@@ -71,6 +71,14 @@ def test_a_part_of_a_weight_is_dequantized_alone(
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8-by-block", "int4-by-block"])
+def test_a_row_of_blocks_is_not_a_scale_for_each_output(name: str, tmp_path: Path) -> None:
+    parts, numbers = one_weight(name, BLOCK[0], BLOCK[0] * BLOCK[1])
+    found = torch.empty_like(numbers)
+    checkpoint_of(tmp_path, name, parts).copy(f"{MODULE}.weight", found)
+    assert torch.equal(found, numbers)
+
+
 @pytest.mark.parametrize("name", ["fp8", "awq", "int4"])
 def test_a_weight_on_its_way_to_a_device_is_dequantized(name: str, tmp_path: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
