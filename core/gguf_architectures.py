@@ -77,6 +77,7 @@ class GgufArchitecture:
     )
     local_rope: bool = False  # layers with a window have their own RoPE base
     partial_rotary: bool = False
+    window_pattern: int = 0  # each layer of this number has no window; 0: all layers are the same
 
     def weight_name(self, name: str) -> str:
         """The Hugging Face name of a GGUF tensor such as "blk.7.attn_q.weight"."""
@@ -101,6 +102,7 @@ _GEMMA2 = GgufArchitecture(
     decimals={**_FINAL_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
     stated=_GELU,
     wide_layers=46,
+    window_pattern=2,
 )
 
 ARCHITECTURES = {
@@ -122,7 +124,12 @@ ARCHITECTURES = {
     ),
     "gemma2": _GEMMA2,
     "gemma3": dataclasses.replace(
-        _GEMMA2, model_type="gemma3_text", decimals=_FINAL_CAP, wide_layers=62, local_rope=True
+        _GEMMA2,
+        model_type="gemma3_text",
+        decimals=_FINAL_CAP,
+        wide_layers=62,
+        local_rope=True,
+        window_pattern=6,
     ),
     "phi3": GgufArchitecture(
         "phi3",
@@ -178,7 +185,8 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     for other in {"rope.scale_linear", *_all_fields()} - {*found.counts, *found.decimals}:
         if file.field(f"{name}.{other}", float, 0.0):
             raise UnsupportedModel(f"GGUF field {name}.{other} is not supported")
-    for other, neutral in _NEUTRAL.items():
+    usual = {"attention.sliding_window_pattern": (found.window_pattern,)}
+    for other, neutral in {**_NEUTRAL, **usual}.items():
         if f"{name}.{other}" in file and file.field(f"{name}.{other}", float) not in neutral:
             raise UnsupportedModel(f"GGUF field {name}.{other} is not supported")
     return found

@@ -178,29 +178,36 @@ def _rope_parameters(
 
 def _rope(file: GgufFile, prefix: str, head_dim: int) -> Json:
     theta = _decimal(file, f"{prefix}.rope.freq_base", 10_000.0)
-    kind = file.field(f"{prefix}.rope.scaling.type", str, "none")
+    factor, attention = f"{prefix}.rope.scaling.factor", f"{prefix}.rope.scaling.attn_factor"
+    usual = "linear" if file.field(factor, float, 0.0) else "none"
+    kind = file.field(f"{prefix}.rope.scaling.type", str, usual)
     llama3, long, short = (
         file.tensor(name) if name in file.tensors else None for name in ROPE_TENSORS
     )
     original = f"{prefix}.{_ORIGINAL}"
-    if llama3 is not None:
-        return _llama3_rope(llama3, theta, head_dim)
     if long is not None and short is not None:
-        return {
+        found: Json = {
             "rope_type": "longrope",
             "rope_theta": theta,
             "long_factor": [float(str(each)) for each in long],
             "short_factor": [float(str(each)) for each in short],
             "original_max_position_embeddings": file.field(original, int),
         }
+        return found | (
+            {"attention_factor": _decimal(file, attention)} if attention in file else {}
+        )
+    if file.field(attention, float, 1.0) != 1.0:
+        raise UnsupportedModel(f"GGUF field {attention} is not supported")
+    if llama3 is not None:
+        return _llama3_rope(llama3, theta, head_dim)
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    if kind not in ("linear", "yarn") or f"{prefix}.rope.scaling.attn_factor" in file:
+    if kind not in ("linear", "yarn"):
         raise UnsupportedModel(f"GGUF RoPE scaling {kind!r} is not supported")
     scaling = {
         "rope_type": kind,
         "rope_theta": theta,
-        "factor": _decimal(file, f"{prefix}.rope.scaling.factor"),
+        "factor": _decimal(file, factor),
     }
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = file.field(original, int)

@@ -254,6 +254,10 @@ def linear(writer: GGUFWriter) -> None:
             },
         ),
         (linear, {"rope_type": "linear", "factor": 2.5}),
+        (
+            lambda writer: writer.add_float32("llama.rope.scaling.factor", 2.5),
+            {"rope_type": "linear", "factor": 2.5},
+        ),
     ],
 )
 def test_scaled_rotation_is_that_of_the_model_in_its_own_format(
@@ -393,6 +397,14 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         (
             lambda writer: writer.add_float32("llama.rope.scaling.yarn_attn_factor", 0.7),
             "rope.scaling.yarn_attn_factor",
+        ),
+        (
+            lambda writer: writer.add_float32("llama.rope.scaling.attn_factor", 1.5),
+            "rope.scaling.attn_factor",
+        ),
+        (
+            lambda writer: writer.add_uint32("llama.attention.sliding_window_pattern", 2),
+            "attention.sliding_window_pattern",
         ),
         (
             lambda writer: writer.add_string("llama.rope.scaling.type", "longrope"),
