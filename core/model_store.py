@@ -230,6 +230,8 @@ def weight_files(folder: Path) -> list[str]:
         paths = [PurePosixPath(name) for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpoint(f"{index} is not an index of safetensors files") from error
+    if not names:
+        raise InvalidCheckpoint(f"{index} names no files")
     for path in paths:
         if path.is_absolute() or ".." in path.parts:
             raise InvalidCheckpoint(f"{index} names {str(path)!r}, a file outside its folder")

@@ -117,6 +117,13 @@ def read_architecture(folder: Path, max_context: int | None = None) -> Architect
 
 def parse_architecture(path: Path, max_context: int | None = None) -> Architecture:
     """Parses a Hugging Face config file. Raises UnsupportedModel."""
+    try:
+        return _parse(path, max_context)
+    except (ArithmeticError, ValueError) as error:
+        raise InvalidConfig(f"{path} has numbers that no model can have: {error}") from error
+
+
+def _parse(path: Path, max_context: int | None) -> Architecture:
     name, family, config = read_config(path)
     _refuse_unsupported(config, family)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
@@ -288,7 +295,7 @@ def _no_windows(config: ModelConfig, layers: int) -> tuple[None, ...]:
     context = config.get("max_position_embeddings", int)
     if config.get("sliding_window", int, context) < context:
         raise UnsupportedModel("a sliding_window is not supported in models of this type")
-    if set(config.get("layer_types", list, [])) - {"full_attention"}:
+    if set(map(str, config.get("layer_types", list, []))) - {"full_attention"}:
         raise UnsupportedModel("layer_types are not supported in models of this type")
     return (None,) * layers
 
@@ -296,9 +303,9 @@ def _no_windows(config: ModelConfig, layers: int) -> tuple[None, ...]:
 def _windows_by_type(
     types: list[object], window: int | None, layers: int
 ) -> tuple[int | None, ...]:
-    unknown = set(types) - {"full_attention", "sliding_attention"}
+    unknown = set(map(str, types)) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise UnsupportedModel(f"layer types {sorted(map(str, unknown))} are not supported")
+        raise UnsupportedModel(f"layer types {sorted(unknown)} are not supported")
     if len(types) != layers:
         raise InvalidConfig(f"layer_types names {len(types)} of {layers} layers")
     if window is None and "sliding_attention" in types:

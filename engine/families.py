@@ -52,6 +52,7 @@ class Family:
     rope_names: dict[str, str] = field(default_factory=dict)  # other names of RoPE scalings
     latent: bool = False  # latent attention
     router: Scores | None = None  # None: no experts
+    expert_counts: tuple[str, ...] = ("num_experts", "num_local_experts")  # keys of their number
     shared_gate: bool = False
     expert_biases: bool = False  # of experts and of their router
     interleaved: bool = False  # the checkpoint keeps experts as [inputs, outputs], gate, up in turn
@@ -229,6 +230,7 @@ FAMILIES = {
         fixed={**_NO_GROUPS, "attention_bias": False, "mlp_bias": False},
         qkv_bias=None,
         windows="alternate",
+        expert_counts=("num_experts",),
         router="softmax",
         shared_gate=True,
     ),
@@ -264,6 +266,7 @@ FAMILIES = {
         },
         query_key_norm="head",
         windows="late",
+        expert_counts=("num_local_experts", "n_routed_experts"),
         router="sigmoid",
     ),
     "gpt_oss": Family(
@@ -305,6 +308,7 @@ FAMILIES = {
         },
         fixed={**_NO_SHARED, **_NO_STEPS, "norm_topk_prob": False, "rope_interleave": True},
         latent=True,
+        expert_counts=("num_experts", "n_routed_experts"),
         router="softmax",
     ),
     "deepseek_v3": Family(
@@ -325,6 +329,7 @@ FAMILIES = {
         },
         fixed={**_NO_SHARED, **_NO_STEPS, "mlp_bias": False, "topk_method": None},
         latent=True,
+        expert_counts=("num_local_experts", "n_routed_experts"),
         router="sigmoid",
     ),
 }

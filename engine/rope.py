@@ -123,12 +123,16 @@ def _longrope(
 
 def _yarn(plain: Rope, scaling: ModelConfig, original: int, stated: int) -> Rope:
     factor = scaling.get("factor", float, stated / original)
+    fast = scaling.get("beta_fast", float, 32.0) or 32.0
+    slow = scaling.get("beta_slow", float, 1.0) or 1.0
+    if min(fast, slow) <= 0.0 or plain.theta <= 1.0:
+        raise InvalidConfig("YaRN needs beta_fast and beta_slow above 0 and rope_theta above 1")
     return replace(
         plain,
         factor=factor,
         original_context=original,
-        beta_fast=scaling.get("beta_fast", float, 32.0) or 32.0,
-        beta_slow=scaling.get("beta_slow", float, 1.0) or 1.0,
+        beta_fast=fast,
+        beta_slow=slow,
         truncate=scaling.get("truncate", bool, True),
         attention_factor=scaling.get("attention_factor", float, _yarn_attention(scaling, factor)),
     )

@@ -11,7 +11,6 @@ from baton.engine.families import Family
 from baton.engine.model_config import ModelConfig
 from baton.kernels.routing import Routing
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
 
@@ -19,7 +18,8 @@ def parse_routing(config: ModelConfig, family: Family) -> Routing | None:
     """Returns None for a model without experts."""
     if family.router is None:
         return None
-    named = next((name for name in EXPERT_COUNTS if name in config), EXPERT_COUNTS[0])
+    names = family.expert_counts
+    named = next((name for name in names if name in config), names[0])
     experts = config.get(named, int)
     if not experts:
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging as transformers_logging
@@ -179,7 +180,8 @@ def load_fallback(
             local_files_only=True,
             output_loading_info=True,
         )
-    except RuntimeError as error:  # such as for sizes that no memory holds
+    except (RuntimeError, SafetensorError, KeyError) as error:
+        # Such as for sizes that no memory holds, a damaged file or an incomplete index.
         raise InvalidCheckpoint(
             f"transformers cannot load {architecture.class_name}: {first_line(error)}"
         ) from error

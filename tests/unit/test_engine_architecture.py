@@ -201,6 +201,14 @@ def test_a_window_over_the_whole_context_is_none(tmp_path: Path) -> None:
 def test_keys_that_a_family_does_not_know_have_no_effect(tmp_path: Path) -> None:
     strange = {"residual_multiplier": 0.5, "attn_logit_softcapping": 3.0, "logits_scaling": 2.0}
     assert read(tmp_path, **strange) == read(tmp_path)
+    for family, key in (
+        ("qwen2_moe", "num_local_experts"),
+        ("deepseek_v2", "num_local_experts"),
+        ("deepseek_v3", "num_experts"),
+        ("dots1", "num_experts"),
+    ):
+        mixture = of_family(family) | {"num_experts_per_tok": 2, "n_routed_experts": 16}
+        assert read(tmp_path, **mixture, **{key: 4}) == read(tmp_path, **mixture)
 
 
 def test_the_scale_of_scores_over_latents_is_that_of_transformers(tmp_path: Path) -> None:
@@ -333,6 +341,37 @@ REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
         of_family("deepseek_v3") | {"attention_bias": True},
         UnsupportedModel,
         "attention_bias",
+    ),
+    "a rotation without a context": (
+        {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+        InvalidConfig,
+        "numbers that no model can have: division by zero",
+    ),
+    "an infinite rotation": (
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": float("inf"),
+                "original_max_position_embeddings": 64,
+            }
+        },
+        InvalidConfig,
+        "numbers that no model can have",
+    ),
+    "a rotation by no turns": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1.0}},
+        InvalidConfig,
+        "beta_fast and beta_slow above 0",
+    ),
+    "layer types in lists": (
+        of_family("qwen2") | {"layer_types": [["full_attention"]] * 4},
+        UnsupportedModel,
+        "layer types",
+    ),
+    "a residual of infinity": (
+        of_family("granite") | {"residual_multiplier": 1e308},
+        InvalidConfig,
+        "numbers that no model can have",
     ),
     "latents of nothing": (
         of_family("deepseek_v3") | {"kv_lora_rank": 0},

@@ -138,6 +138,9 @@ def test_an_index_without_file_names_is_refused(weight_map: object, tmp_path: Pa
     index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(InvalidCheckpoint, match="not an index"):
         load(tmp_path)
+    index.write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(InvalidCheckpoint, match="names no files"):
+        load(tmp_path)
 
 
 def test_a_folder_with_an_adapter_is_refused(folder: Path) -> None:

@@ -295,6 +295,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change: str, tmp_path: Path) 
         load(tmp_path)
 
 
+@pytest.mark.parametrize("size", [0, 5, 1000])
+def test_a_file_that_is_cut_off_is_refused(size: int, tmp_path: Path) -> None:
+    save(FOREIGN_MODELS["gpt2"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(InvalidCheckpoint, match=r"^transformers cannot load GPT2"):
+        load(tmp_path)
+
+
 def test_sizes_that_no_memory_holds_are_refused(tmp_path: Path) -> None:
     save(FOREIGN_MODELS["olmo"], tmp_path)
     change_config(tmp_path, vocab_size=10**14)
