@@ -51,7 +51,8 @@ def batch(
     """Run a file of requests with the lowest priority, or continue an interrupted run.
 
     Lines are as in the OpenAI API: {"custom_id": "1", "method": "POST", "url":
-    "/v1/chat/completions", "body": {...}}. Exits with 1 if requests were refused.
+    "/v1/chat/completions", "body": {...}}. Exits with 1 if requests were refused,
+    now or before.
     """
     from baton.cli.load_run import access, base_url, served_model
 
@@ -68,10 +69,12 @@ def batch(
         except KeyboardInterrupt:
             note(f"interrupted; the same command runs the other {total - len(done) - run.ended}")
             raise
-    counts = {"answered": run.ended - run.refused, "refused": run.refused, "before": len(done)}
-    text = f"{counts['answered']} requests answered, {run.refused} refused"
-    print_result(counts, f"{text}, {len(done)} done before", as_json)
-    raise typer.Exit(1 if run.refused else 0)
+    answered, refused_before = run.ended - run.refused, sum(done.values())
+    counts = {"answered": answered, "refused": run.refused, "before": len(done)}
+    text = f"{answered} requests answered, {run.refused} refused, {len(done)} done before"
+    text += f" ({refused_before} refused)" if refused_before else ""
+    print_result({**counts, "refused_before": refused_before}, text, as_json)
+    raise typer.Exit(1 if run.refused or refused_before else 0)
 
 
 def _check(requests: Path) -> int:
@@ -86,7 +89,7 @@ def _check(requests: Path) -> int:
     return total
 
 
-def _done(results: Path) -> set[str]:
+def _done(results: Path) -> dict[str, bool]:
     try:
         results.touch()
         return finished_ids(results)

@@ -145,10 +145,11 @@ def count_tokens(path: Path) -> TokenCounts:
     return counts
 
 
-def finished_ids(path: Path) -> set[str]:
-    """Returns the ids in a results file, which may be missing. Removes an incomplete last line.
-    Raises InvalidRequest if the file has anything else."""
-    found = set()
+def finished_ids(path: Path) -> dict[str, bool]:
+    """Returns the ids in a results file, which may be missing, and whether each request was
+    refused. Removes an incomplete last line. Raises InvalidRequest if the file has anything
+    else."""
+    found = {}
     try:
         with path.open("r+b") as results:
             end = 0
@@ -156,10 +157,16 @@ def finished_ids(path: Path) -> set[str]:
                 if not text.endswith(b"\n") and text.startswith(_OPENING[: len(text)]):
                     results.truncate(end)
                     break
-                found.add(json.loads(text)["custom_id"])
+                match json.loads(text):
+                    case {"custom_id": str(name), "response": {"status_code": int(status)}}:
+                        found[name] = status >= 400
+                    case {"custom_id": str(name), "error": {}}:
+                        found[name] = True
+                    case _:
+                        raise ValueError("a line is no result")
                 end += len(text)
     except FileNotFoundError:
         pass
-    except (ValueError, TypeError, KeyError):
+    except ValueError:
         raise InvalidRequest(f"{path.name} has lines that are not results of a batch") from None
     return found

@@ -48,13 +48,19 @@ def test_every_line_has_its_result(url: str, tmp_path: Path) -> None:
     results = tmp_path / "out.jsonl"
     ran = run(url, requests, results, "--json")
     assert ran.exit_code == 1  # one was refused
-    assert json.loads(ran.stdout) == {"answered": 40, "refused": 1, "before": 0}
+    counts = {"answered": 40, "refused": 1, "before": 0, "refused_before": 0}
+    assert json.loads(ran.stdout) == counts
     assert sorted(ids(results)) == sorted([*names, "wrong"])
     statuses = {
         found["custom_id"]: found["response"]["status_code"]
         for found in map(json.loads, results.read_text().splitlines())
     }
     assert statuses == {**dict.fromkeys(names, 200), "wrong": 400}
+    again = run(url, requests, results)
+    assert (again.exit_code, again.stdout) == (
+        1,
+        "0 requests answered, 0 refused, 41 done before (1 refused)\n",
+    )
 
 
 def test_a_run_that_was_cut_off_is_continued(url: str, tmp_path: Path) -> None:
@@ -92,6 +98,10 @@ def test_other_files_are_not_written_over(text: str, url: str, tmp_path: Path) -
     ran = run(url, requests, notes)
     assert (ran.exit_code, "not results of a batch" in ran.stderr) == (1, True)
     assert notes.read_text() == text
+    sent = requests.read_text()
+    ran = run(url, requests, requests)
+    assert (ran.exit_code, "not results of a batch" in ran.stderr) == (1, True)
+    assert requests.read_text() == sent
     assert run(url, tmp_path / "none.jsonl", tmp_path / "out.jsonl").exit_code == 1
 
 
