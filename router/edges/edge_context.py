@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import WeakSet
 
-from baton.core.errors import Unavailable
+from baton.core.errors import InvalidRequest, Unavailable
 from baton.core.process import cancel_all
 from baton.core.types import Caching, Request
 from baton.router.edges.auth import SIMILARITY_HEADER, Caller, KeyRing
@@ -102,7 +102,10 @@ class EdgeContext:
     def admit(self, call: ParsedCall) -> Iterator[None]:
         """Counts the call's answers toward the key's limits and keeps its ledger while the call is
         answered. Raises if a limit is exceeded."""
-        with call.caller.admit(len(call.ledger.answers)), self.activity.ledgers.keep(call.ledger):
+        answers, limit = len(call.ledger.answers), self.activity.limit
+        if answers > limit:
+            raise InvalidRequest(f"this router allows {limit} concurrent answers", field="n")
+        with call.caller.admit(answers), self.activity.ledgers.keep(call.ledger):
             yield
 
     @contextlib.asynccontextmanager

@@ -105,17 +105,18 @@ class Admission:
                 retry_after=self._queue.retry_after,
             )
 
-    def make_room(self, priority: int, tenant: str) -> bool:
-        """Refuses a waiting request in favour of an arriving one. Returns False if none gives
-        way."""
-        return self._refuse(self._queue.displace(self.arrive(priority, tenant)))
+    def make_room(self, priority: int, tenant: str, answers: int) -> bool:
+        """Refuses waiting answers in favour of as many arriving ones. Returns False, and refuses
+        none, if fewer give way."""
+        answers -= len(self._displaced)  # these are about to leave
+        displaced = self._queue.displace(self.arrive(priority, tenant), answers)
+        self._refuse(displaced)
+        return len(displaced) >= answers
 
-    def _refuse(self, displaced: Place | None) -> bool:
-        if displaced is None:
-            return False
-        self._displaced.add(displaced)
-        self._waiters[displaced].set()
-        return True
+    def _refuse(self, displaced: list[Place]) -> None:
+        self._displaced.update(displaced)
+        for each in displaced:
+            self._waiters[each].set()
 
     async def wait_ready(self) -> None:
         """Returns once requests can be placed. Raises the obstacle after `placement_timeout`."""

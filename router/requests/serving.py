@@ -22,6 +22,7 @@ from baton.core.errors import (
     Internal,
     InvalidGrammar,
     InvalidRequest,
+    NotServed,
     PromptTooLong,
     TokenOutOfRange,
     Unavailable,
@@ -142,11 +143,7 @@ class Serving(ActiveRequests):
         `index` is the request's number among those of the ledger's call, which number their
         answers consecutively.
         """
-        self.demand.arrive(request.n)
-        self._check_capacity(request)
         outcome = "CANCELLED"
-        self.count(+request.n)
-        self.activity.count(+request.n)
         first = index * request.n
         entries = ledger.answers[first : first + request.n]
         try:
@@ -157,8 +154,6 @@ class Serving(ActiveRequests):
             outcome = error.reason if isinstance(error, BatonError) else Internal.reason
             raise
         finally:
-            self.count(-request.n)
-            self.activity.count(-request.n)
             self.activity.finished += 1
             ledger.outcome = outcome
             self._metrics.requests.labels(outcome=outcome).inc()
@@ -169,17 +164,27 @@ class Serving(ActiveRequests):
         self, requests: Sequence[Request], ledger: RequestLedger, emit: Emit
     ) -> None:
         """Generates for all requests of a call. The first error ends all."""
+        answers = len(ledger.answers)
+        self.demand.arrive(answers)
+        self._check_capacity(requests[0], answers)
+        self.count(+answers)
+        self.activity.count(+answers)
         calls = [self.generate(each, ledger, emit, index) for index, each in enumerate(requests)]
-        await gather_all(calls)
+        try:
+            await gather_all(calls)
+        finally:
+            self.count(-answers)
+            self.activity.count(-answers)
 
-    def _check_capacity(self, request: Request) -> None:
+    def _check_capacity(self, request: Request, answers: int) -> None:
+        """Raises unless the `answers` of a call, whose first request this is, may run."""
         activity = self.activity
         if self.closed:
             raise UnknownModel(f"the model {request.model!r} was removed", field="model")
         if activity.draining:
             raise Unavailable("this router is about to stop and accepts no new requests")
-        full = activity.active + request.n > activity.limit
-        if full and not self.admission.make_room(request.priority, request.tenant):
+        excess = activity.active + answers - activity.limit
+        if excess > 0 and not self.admission.make_room(request.priority, request.tenant, excess):
             self._metrics.requests.labels(outcome=Exhausted.reason).inc()
             raise Exhausted(
                 f"{activity.active} requests are running already; try again later",
@@ -196,6 +201,14 @@ class Serving(ActiveRequests):
         encode = functools.partial(self.text.encode, add_special_tokens=add_special_tokens)
         return await self._in_thread(encode, prompt, rendered), rendered
 
+    async def detokenize(
+        self, token_ids: Sequence[int], keep_special: bool, field: str = "token_ids"
+    ) -> str:
+        """Like `decode`, but refuses what would be no text for want of a tokenizer."""
+        if not self.text.has_tokenizer:
+            raise InvalidRequest("this model has no tokenizer", field=field)
+        return await self.decode(token_ids, keep_special, field)
+
     async def decode(
         self, token_ids: Sequence[int], keep_special: bool, field: str = "token_ids"
     ) -> str:
@@ -210,6 +223,8 @@ class Serving(ActiveRequests):
         self, request: Request, entries: Sequence[AnswerLedger], first: int, emit: Emit
     ) -> list[FinishReason]:
         """Returns each answer's finish reason."""
+        if request.stop and not self.text.has_tokenizer:
+            raise NotServed("this model has no tokenizer, which stop strings need", field="stop")
         # The context length is known once a worker is attached.
         await self.admission.wait_ready()
         if self._responses is None:

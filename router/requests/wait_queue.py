@@ -199,10 +199,10 @@ class WaitQueue:
         expected = self._interval * self._size
         return min(max(expected, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
 
-    def join(self, place: Place, now: float, *, retry: bool = False) -> Place | None:
+    def join(self, place: Place, now: float, *, retry: bool = False) -> list[Place]:
         """Adds a request. If the queue is full, removes another and returns it, or raises Exhausted
         if none gives way. A retry always joins."""
-        displaced = None
+        displaced: list[Place] = []
         if retry:
             self._retries.add(place)
         elif self._size >= self._limit and not (displaced := self.displace(place)):
@@ -217,18 +217,32 @@ class WaitQueue:
         self._tenant(place, now).joins.note(now)
         return displaced
 
-    def displace(self, place: Place) -> Place | None:
-        """Removes a request in favour of `place`: in the last priority, the latest one of the
-        tenant with the most requests. In the same priority only if the place's tenant would have
-        fewer, so that no tenant can fill the queue. Returns None if none gives way."""
-        last = max(self._waiting, default=place.priority)
-        turns = self._waiting.get(last, {})
-        longest = max(turns.values(), key=len, default=[])
-        own = len(turns.get(place.tenant, ())) + 1 if last == place.priority else 0
-        if last < place.priority or len(longest) <= own or longest[-1] in self._retries:
-            return None
-        displaced = longest[-1]
-        self.leave(displaced)
+    def displace(self, place: Place, count: int = 1) -> list[Place]:
+        """Removes `count` requests in favour of as many at `place`: each in the last priority, the
+        latest one of the tenant with the most requests. In the same priority only if the place's
+        tenant would have fewer, so that no tenant can fill the queue. Removes none if fewer give
+        way."""
+        waiting = self._waiting
+        if count > 1:  # none may leave before enough are found
+            waiting = {
+                priority: {tenant: [*own] for tenant, own in turns.items()}
+                for priority, turns in waiting.items()
+            }
+        displaced: list[Place] = []
+        while len(displaced) < count:
+            last = max(waiting, default=place.priority)
+            turns = waiting.get(last, {})
+            longest = max(turns.values(), key=len, default=[])
+            own = len(turns.get(place.tenant, ())) + count if last == place.priority else 0
+            if last < place.priority or len(longest) <= own or longest[-1] in self._retries:
+                return []
+            displaced.append(longest[-1])
+            if count > 1:
+                longest.pop()
+                if not any(turns.values()):
+                    del waiting[last]
+        for each in displaced:
+            self.leave(each)
         return displaced
 
     def leave(self, place: Place) -> None:

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from front_door import front_door
 
-from baton import AsyncClient, InvalidRequest, PromptTooLong
+from baton import AsyncClient, Exhausted, InvalidRequest, PromptTooLong
 from baton.core.bounds import MAX_REQUEST_BYTES, MAX_VALUES
 from baton.router.edges.http import http_server
 from baton.router.server import RouterServer
@@ -63,6 +63,30 @@ async def test_a_grpc_message_has_limits(door: RouterServer) -> None:
             await client.chat([("user", "x")] * 4097)
         with pytest.raises(PromptTooLong):
             await client.generate([1] * 8192)
+
+
+async def test_answers_that_can_never_run_at_once_are_refused_for_good() -> None:
+    async with front_door(max_requests=3, step_seconds=0.01) as door:
+        url = f"http://{door.http_address}/v1/"
+        async with (
+            AsyncClient(door.address) as client,
+            httpx.AsyncClient(base_url=url) as http,
+            client.stream("Hello", max_tokens=1000) as stream,
+        ):
+            await anext(stream)
+            with pytest.raises(Exhausted, match="1 requests are running"):
+                await client.generate("Hello", n=3)
+            with pytest.raises(InvalidRequest, match="allows 3 concurrent answers"):
+                await client.generate("Hello", n=4)
+            with pytest.raises(InvalidRequest, match="allows 3 concurrent answers"):
+                await client.embed(["Hello"] * 4)
+            two = await http.post("completions", json={"prompt": ["a", "b"], "n": 1})
+            three = await http.post("completions", json={"prompt": ["a", "b", "c"], "n": 1})
+            four = await http.post("completions", json={"prompt": ["a", "b"], "n": 2})
+    assert [each.status_code for each in (two, three, four)] == [200, 429, 400]
+    assert "retry-after" in three.headers
+    assert "retry-after" not in four.headers
+    assert (four.json()["error"]["param"], four.json()["error"]["code"]) == ("n", "invalid_request")
 
 
 async def until_closed(door: RouterServer, *pieces: bytes) -> None:

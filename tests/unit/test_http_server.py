@@ -37,6 +37,7 @@ from baton.router.followed_models import FollowedModels
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
 from baton.router.requests.adapter_names import AdapterNames
+from baton.router.requests.answering import gather_all
 from baton.router.requests.serving import Activity, Serving
 from baton.router.served_models import ServedModel, ServedModels
 from baton.router.server import RouterServer
@@ -67,11 +68,12 @@ class ScriptedServing:
         self._endless = endless
         self._pause = pause
 
-    generate_all = Serving.generate_all
-
-    async def generate(
-        self, request: Request, ledger: RequestLedger, emit: Emit, place: int
+    async def generate_all(
+        self, requests: Sequence[Request], ledger: RequestLedger, emit: Emit
     ) -> None:
+        await gather_all([self._generate(emit) for _ in requests])
+
+    async def _generate(self, emit: Emit) -> None:
         self.active += 1
         try:
             for event in self._events:

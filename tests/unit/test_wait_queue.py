@@ -89,15 +89,26 @@ def test_a_full_queue_admits_a_retry() -> None:
 
 def test_a_full_queue_refuses_the_last_of_a_later_priority_instead() -> None:
     queue = queued(place(1, priority=5), place(2, priority=5), limit=2)
-    assert queue.join(place(3), 0.0) == place(2, priority=5)
+    assert queue.join(place(3), 0.0) == [place(2, priority=5)]
     assert [each.order for each in admission_order(queue)] == [3, 1]
 
 
 def test_a_full_queue_refuses_the_tenant_with_most_requests_instead() -> None:
     queue = queued(place(1, "busy"), place(2, "busy"), place(3, "busy"), limit=3)
-    assert queue.join(place(4, "single"), 0.0) == place(3, "busy")
+    assert queue.join(place(4, "single"), 0.0) == [place(3, "busy")]
     with pytest.raises(Exhausted):
         queue.join(place(5, "single"), 0.0)
+
+
+def test_requests_give_way_only_if_enough_of_them_do() -> None:
+    queue = queued(*(place(order, priority=order // 2) for order in range(6)))
+    assert queue.displace(place(9, priority=1), 3) == []
+    assert queue.priorities == {0: 2, 1: 2, 2: 2}
+    assert [each.order for each in queue.displace(place(9), 3)] == [5, 4, 3]
+    assert queue.priorities == {0: 2, 1: 1}
+    queue = queued(*(place(order, "busy") for order in range(6)))
+    assert queue.displace(place(9, "single"), 4) == []
+    assert [each.order for each in queue.displace(place(9, "single"), 3)] == [5, 4, 3]
 
 
 def test_a_full_queue_refuses_no_retry_and_no_earlier_priority() -> None:
