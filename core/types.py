@@ -275,9 +275,10 @@ Prompt = str | tuple[int, ...] | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer must match: a JSON Schema, a regular expression or a Lark grammar."""
+    """What an answer must match: a JSON Schema, a regular expression, a Lark grammar, or the
+    grammar of a forced call of a tool."""
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Literal["json_schema", "regex", "lark", "call"]
     source: str
 
 

@@ -90,7 +90,7 @@ class AnswerFormat:
 
     def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
         """Returns the structure of an answer that is exactly one tool call."""
-        return Structure("lark", CallGrammar(self.tools, special_id).grammar(chat.callable_tools))
+        return Structure("call", CallGrammar(self.tools, special_id).grammar(chat.callable_tools))
 
 
 def _in_messages(grammars: Sequence[str], special_id: SpecialId, *, called: bool) -> str:
@@ -158,5 +158,11 @@ def _checked_tool(tool: Tool, field: str) -> Tool:
         schema = None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the parameters of {tool.name} are no JSON Schema", field=field)
-    # Parameters are always an object.
-    return dataclasses.replace(tool, parameters=json.dumps({"type": "object", **schema}))
+    kind = schema.get("type", "object")
+    # Arguments are always an object, even if the schema also allows null.
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(
+            f"the parameters of {tool.name} must have the type object", field=field
+        )
+    parameters = {"type": "object", **schema} | {"type": "object"}  # the type comes first
+    return dataclasses.replace(tool, parameters=json.dumps(parameters))

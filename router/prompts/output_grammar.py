@@ -37,6 +37,8 @@ ONE_LINE: JsonCompileOptions = {
     "key_separator": ": ?",
 }
 
+_FIELDS = {"lark": "grammar", "call": "tools"}
+
 KEPT_GRAMMARS = 256
 """Validated grammars that are remembered."""
 
@@ -63,7 +65,7 @@ def json_structure(schema: Mapping[str, object] | None) -> Structure:
 def grammar_of(structure: Structure) -> str:
     """Returns the structure in llguidance's own form. Raises InvalidGrammar if it is invalid."""
     if len(structure.source) > MAX_STRUCTURE:
-        raise _invalid(structure, f"it has more than {MAX_STRUCTURE} characters")
+        raise _invalid(structure, f"more than {MAX_STRUCTURE} characters")
     return _checked(structure)
 
 
@@ -79,7 +81,7 @@ def _checked(structure: Structure) -> str:
                 grammar = LLMatcher.grammar_from_json_schema(structure.source, overrides=ONE_LINE)
             case "regex":
                 grammar = LLMatcher.grammar_from_regex(structure.source)
-            case "lark":
+            case "lark" | "call":
                 grammar = LLMatcher.grammar_from_lark(structure.source)
     except ValueError as error:
         raise _invalid(structure, str(error)) from None
@@ -119,7 +121,9 @@ def _parts(grammar: str, name: str) -> list[dict[str, object]]:
 
 
 def _invalid(structure: Structure, fault: str) -> InvalidGrammar:
-    field = "grammar" if structure.kind == "lark" else structure.kind
+    field = _FIELDS.get(structure.kind, structure.kind)
+    if structure.kind == "call":  # the caller has not seen this grammar, but knows the schemas
+        fault = fault.partition("\n")[0].rpartition("JSON schema: ")[2]
     return InvalidGrammar(f"{field} cannot be used: {fault}", field=field)
 
 

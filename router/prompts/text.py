@@ -94,6 +94,10 @@ class Text:
         )
 
     @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
@@ -167,8 +171,8 @@ class Text:
     def decode(
         self, ids: Sequence[int], keep_special: bool = False, field: str = "token_ids"
     ) -> str:
-        """Returns the text of complete `ids`, without those that the tokenizer does not know.
-        Raises TokenOutOfRange for `field`."""
+        """Returns the text of complete `ids`, without those that the tokenizer does not know; none
+        without a tokenizer. Raises TokenOutOfRange for `field`."""
         size = self.vocabulary_size
         if ids and not 0 <= min(ids) <= max(ids) < size:
             raise TokenOutOfRange(

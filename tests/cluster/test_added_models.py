@@ -190,15 +190,18 @@ def test_models_are_added_and_removed_over_http(
         check_answer(client, "four", oracles["three"])
         listed = http.get("/v1/models").json()["data"]
         assert [each["id"] for each in listed] == ["one", "three", "four"]
-        for path, wrong, status in (
-            ("load", body, 400),
-            ("load", {"model": "five", "path": "/nowhere"}, 400),
-            ("load", {**body, "model": "five", "config": {"page_sise": 8}}, 400),
-            ("load", {"model": "five"}, 400),
-            ("unload", {"model": "two"}, 404),
+        misspelt = {"page_sise": 8}
+        for path, wrong, status, field in (
+            ("load", body, 400, "model"),
+            ("load", {**body, "model": "a b"}, 400, "model"),
+            ("load", {"model": "five", "path": "/nowhere"}, 400, "path"),
+            ("load", {**body, "model": "five", "config": misspelt}, 400, "models.five.page_sise"),
+            ("load", {"model": "five"}, 400, "path"),
+            ("unload", {"model": "two"}, 404, "model"),
         ):
             refused = http.post(f"/v1/models/{path}", json=wrong)
             assert refused.status_code == status, refused.text
+            assert refused.json()["error"]["param"] == field
         removed = http.post("/v1/models/unload", json={"model": "four"})
         assert removed.json() == {"model": "four", "removed": True}
         wait_until(lambda: names(client) == ["one", "three"])

@@ -215,6 +215,15 @@ def test_an_adapter_is_added_to_the_model_that_is_named(
             client.add_adapter("more", folder)
         with pytest.raises(InvalidRequest, match="'one' is a model that is served"):
             client.add_adapter("one", folder, model="org/two")
+        with httpx.Client(base_url=f"http://{cluster.http}/v1") as http:
+            for name, base, field in (
+                ("more", "", "base_model_name"),
+                ("one", "org/two", "lora_name"),
+            ):
+                body = {"lora_name": name, "lora_path": folder, "base_model_name": base}
+                refused = http.post("/load_lora_adapter", json=body)
+                assert refused.status_code == 400, refused.text
+                assert refused.json()["error"]["param"] == field
         client.add_adapter("more", folder, model="org/two")
         assert ask(client, "more") == ask(client, "sql")
         client.remove_adapter("more")

@@ -7,12 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from engine_loop import answer, load
 from processes import ProcessCluster
 from quantized_models import save_quantized
 from tiny_models import TINY_MODELS, VOCABULARY, choices_of_transformers, save
+
+from baton import InvalidRequest
 
 # Each model with its own page size, chunk size and batch limit, so that all of them are met.
 SIZES = [(16, 512, 64), (1, 7, 3), (4, 16, 8), (32, 5, 2), (8, 33, 1)]
@@ -75,6 +78,20 @@ def test_a_model_without_a_tokenizer_answers_token_ids_over_http(
             )
             (choice,) = create().choices
             chunks = [chunk.choices[0] for chunk in create(stream=True)]
+        with cluster.client() as client:
+            for text_needed in (lambda: client.detokenize([5]), lambda: client.tokenize("5")):
+                with pytest.raises(InvalidRequest, match="this model has no tokenizer"):
+                    text_needed()
+            with pytest.raises(InvalidRequest, match="no tokenizer, which stop strings need"):
+                client.generate(prompt, stop="x")
+        with httpx.Client(base_url=f"http://{cluster.http}") as http:
+            detokenized = http.post("/detokenize", json={"tokens": [5, 6]})
+            stopped = http.post("/v1/completions", json={"prompt": prompt, "stop": ["x"]})
+        refused = [each.json()["error"] for each in (detokenized, stopped)]
+        assert [(each["param"], each["code"]) for each in refused] == [
+            ("tokens", "invalid_request"),
+            ("stop", "unsupported_parameter"),
+        ]
         assert (choice.text, choice.model_dump()["token_ids"]) == ("", expected)
         streamed = [token for each in chunks for token in each.model_dump()["token_ids"]]
         assert streamed == expected

@@ -318,12 +318,13 @@ async def test_each_key_has_its_own(tmp_path: Path) -> None:
         for file_id in (batch.input_file_id, batch.output_file_id):
             with pytest.raises(openai.NotFoundError):
                 await two.files.content(file_id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError) as refused:
             await two.batches.create(
                 input_file_id=batch.input_file_id,
                 endpoint="/v1/chat/completions",
                 completion_window="24h",
             )
+        assert refused.value.param == "input_file_id"
         assert [each.id async for each in two.files.list()] == []
         assert [each.id async for each in two.batches.list()] == []
         assert [each.id async for each in one.batches.list()] == [batch.id]

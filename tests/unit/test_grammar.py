@@ -273,6 +273,17 @@ def test_a_forced_call_is_one_that_its_parser_reads(
         jsonschema.validate(arguments, json.loads(tool.parameters))
 
 
+@pytest.mark.parametrize("form", ["hermes", "kimi"])
+def test_parameters_that_no_call_can_follow_are_the_fault_of_the_tools(form: str) -> None:
+    bad = Tool("bad", parameters='{"type": "object", "properties": {"a": {"not": {}}}}')
+    chat = ChatPrompt((), (SAY, bad), must_call=True)
+    structure = AnswerFormat(FORMATS[form], reasoning=False).forced_call(chat, lambda mark: None)
+    with pytest.raises(InvalidGrammar) as refused:
+        grammar_of(structure)
+    assert refused.value.field == "tools"
+    assert refused.value.message == 'tools cannot be used: Unimplemented keys: ["not"]'
+
+
 @pytest.mark.parametrize(
     ("form", "kind"),
     [*((form, "json_schema") for form in FORMATS.values()), (HERMES, "regex"), (HERMES, "lark")],

@@ -61,6 +61,12 @@ def test_a_prompt_may_be_a_chat_or_token_ids() -> None:
                 tool_choice=pb.ToolChoice(mode=9),  # type: ignore[arg-type]
             )
         ),
+        pb.GenerateRequest(
+            chat=pb.Chat(
+                messages=[pb.ChatMessage(role="user", content="x")],
+                tools=[pb.Tool(name="f", parameters='{"type": "array"}')],
+            )
+        ),
         pb.GenerateRequest(text="x", cache_salt="s" * 257),
         pb.GenerateRequest(text="x", priority=-1001),
         pb.GenerateRequest(text="x", cache_hint=pb.CacheHint(ttl_seconds=86401)),

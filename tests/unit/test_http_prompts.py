@@ -156,6 +156,17 @@ def test_tools_may_be_called_where_nothing_is_chosen() -> None:
     assert prompt.tools == (TOOL, Tool("b", "", '{"type": "object"}'))
 
 
+def typed(kind: object) -> Json:
+    return {"type": "function", "function": {"name": "b", "parameters": {"type": kind}}}
+
+
+@pytest.mark.parametrize("kind", ["object", ["object", "null"]])
+def test_parameters_are_an_object(kind: object) -> None:
+    prompt = request(chat(tools=[typed(kind)], tool_choice="required")).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools == (Tool("b", "", '{"type": "object"}'),)
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -164,6 +175,9 @@ def test_tools_may_be_called_where_nothing_is_chosen() -> None:
         {"tools": [{"type": "function"}]},
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
+        {"tools": [typed("array")], "tool_choice": "required"},
+        {"tools": [typed(["string", "null"])]},
+        {"tools": [typed(None)]},
         {"tools": [WEATHER, WEATHER]},
         {"tools": [WEATHER], "tool_choice": "always"},
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}},

@@ -238,6 +238,7 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web"}]}, "tools", NotServed),
     ({"tools": [{"name": "rain"}]}, "tools[0].input_schema", InvalidRequest),
     ({"tools": [{"name": "no name", "input_schema": {}}]}, "tools", InvalidRequest),
+    ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools", InvalidRequest),
     ({"tools": [RAIN, RAIN]}, "tools", InvalidRequest),
     ({"tool_choice": {"type": "any"}}, "tool_choice", InvalidRequest),
     (

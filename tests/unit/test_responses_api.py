@@ -16,6 +16,7 @@ from baton.core.proto_json import Json
 from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, ToolCallDelta
 from baton.router.edges.client_buffer import ClientBuffer
+from baton.router.edges.http.chat_request import ChatRequest
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.responses.input_items import listed_item
 from baton.router.edges.http.responses.responses_endpoint import ResponseStore, StoredResponse
@@ -145,6 +146,7 @@ def test_tools_are_parsed_with_their_choice(choice: object, expected: object) ->
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", InvalidRequest),
         ({"tools": [{"type": "file_search"}]}, "tools", NotServed),
+        ({"tools": [{**RAIN, "parameters": {"type": "string"}}]}, "tools", InvalidRequest),
         (
             {"tools": [{"type": "web_search"}], "tool_choice": "required"},
             "tool_choice",
@@ -162,6 +164,18 @@ def test_tools_are_parsed_with_their_choice(choice: object, expected: object) ->
         ({"conversation": "c"}, "conversation", NotServed),
         ({"prompt": {"id": "p"}}, "prompt", NotServed),
         ({"text": {"verbosity": "low"}}, "text.verbosity", NotServed),
+        ({"n": 2}, "n", NotServed),
+        ({"stop": "x"}, "stop", NotServed),
+        ({"max_tokens": 5}, "max_tokens", NotServed),
+        ({"regex": "a"}, "regex", NotServed),
+        ({"grammar": "start: A"}, "grammar", NotServed),
+        ({"guided_json": {}}, "guided_json", NotServed),
+        ({"guided_choice": ["a"]}, "guided_choice", NotServed),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", NotServed),
+        ({"response_format": {"type": "json_object"}}, "response_format", NotServed),
+        ({"logprobs": True}, "logprobs", NotServed),
+        ({"reasoning_effort": "low"}, "reasoning_effort", NotServed),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", NotServed),
         ({"truncation": "auto"}, "truncation", NotServed),
         ({"max_output_tokens": 0}, "max_output_tokens", InvalidRequest),
     ],
@@ -172,6 +186,18 @@ def test_a_wrong_field_is_refused_by_name(given: Json, field: str, error: type[B
     assert refused.value.field == field
     body = json.loads(error_response(refused.value, "id", "input", "/v1/responses").body)
     assert body["error"]["param"] == field
+
+
+def test_every_field_of_a_chat_is_taken_or_refused() -> None:
+    names = {*ChatRequest.model_fields, *ChatRequest.unserved}
+    unknown = names - {*ResponsesRequest.model_fields, *ResponsesRequest.unserved}
+    assert unknown == {"messages", "user", "stream_options", "prediction"}
+
+
+def test_fields_of_a_chat_without_an_effect_pass() -> None:
+    harmless = {"n": 1, "stop": [], "regex": "", "grammar": None, "logprobs": False}
+    form = {"type": "text"}
+    assert request(seed=1, response_format=form, **harmless) == request(seed=1)
 
 
 STARTED = pb.Started(request_id="id", prompt_tokens=7)

@@ -152,7 +152,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         model = self._context.find_generating(message.model, caller_of(self._context.keys, context))
-        text = await model.serving.decode(message.token_ids, message.keep_special_tokens)
+        text = await model.serving.detokenize(message.token_ids, message.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
 

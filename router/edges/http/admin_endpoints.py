@@ -16,6 +16,7 @@ from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.endpoint import json_response
 from baton.router.edges.http.generation_request import ShortText
+from baton.router.edges.http.http_errors import fields_named
 from baton.router.edges.http.request_model import RequestModel, about
 from baton.router.followed_models import FollowedModels
 from baton.v1 import cluster_pb2 as pb
@@ -53,7 +54,8 @@ class AdminEndpoints:
     async def load_model(self, http: HttpRequest) -> Response:
         body = await parse_body(http, LoadModelRequest.parse)
         keys = json.dumps({**body.config, "model": body.path})
-        await self._followed.ask_to_add(pb.NamedModel(name=body.model, keys=keys))
+        with fields_named(name="model", models="model", model="path"):
+            await self._followed.ask_to_add(pb.NamedModel(name=body.model, keys=keys))
         return json_response({"model": body.model, "added": True})
 
     async def unload_model(self, http: HttpRequest) -> Response:
@@ -64,7 +66,8 @@ class AdminEndpoints:
     async def load_adapter(self, http: HttpRequest) -> Response:
         body = await parse_body(http, LoadAdapterRequest.parse)
         name, path, base = body.lora_name, body.lora_path, body.base_model_name
-        adapter = await self._controller.add_adapter(self._models, name, path, base)
+        with fields_named(name="lora_name", model="base_model_name"):
+            adapter = await self._controller.add_adapter(self._models, name, path, base)
         return json_response({"lora_name": name, "digest": adapter.digest.hex()})
 
     async def unload_adapter(self, http: HttpRequest) -> Response:

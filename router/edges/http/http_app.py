@@ -276,8 +276,8 @@ class HttpApp:
 
     async def _detokenize(self, http: HttpRequest) -> Response:
         request = await parse_body(http, DetokenizeRequest.parse, self._context.find_generating)
-        decode = self._context.find(request.model, http.user).serving.decode
-        text = await decode(request.tokens, request.keep_special_tokens, "tokens")
+        serving = self._context.find(request.model, http.user).serving
+        text = await serving.detokenize(request.tokens, request.keep_special_tokens, "tokens")
         return json_response({"prompt": text})
 
     def _ready(self) -> Json:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -81,6 +82,16 @@ _MESSAGES_TYPES = {
 _MESSAGES_DETAILS: dict[str, MessagesErrorDetails] = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 }
+
+
+@contextmanager
+def fields_named(**names: str) -> Iterator[None]:
+    """Gives fields of errors the names that an endpoint has for them."""
+    try:
+        yield
+    except BatonError as error:
+        error.field = names.get(error.field, error.field)
+        raise
 
 
 def request_id_headers(request_id: str, path: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ from baton.router.edges.http.batches.batch_store import (
 from baton.router.edges.http.batches.file_store import FileObject
 from baton.router.edges.http.body import body_chunks, parse_body, receive_timeout
 from baton.router.edges.http.endpoint import json_response
+from baton.router.edges.http.http_errors import fields_named
 from baton.router.edges.http.paging import page, unknown_id
 
 MAX_FILE_BYTES = 200 * 2**20
@@ -116,7 +117,9 @@ class BatchEndpoints:
             found = await asyncio.to_thread(store.batches, owner)
             return _page(http, found, 20, MAX_BATCHES_LISTED)
         body = await parse_body(http, BatchRequest.parse)
-        return json_response({**await asyncio.to_thread(store.create, owner, body)})
+        with fields_named(id="input_file_id"):
+            batch = await asyncio.to_thread(store.create, owner, body)
+        return json_response({**batch})
 
     async def batch(self, http: HttpRequest) -> Response:
         found = self._store.batch(http.user.key.name, http.path_params["batch_id"])

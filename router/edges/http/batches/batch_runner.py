@@ -215,7 +215,7 @@ class Results:
         self._ids = [f"file-{name}-{kind}" for kind in ("output", "errors")]
         self._paths = [store.files.content(owner, each) for each in self._ids]
         done, failed = map(finished_ids, self._paths)
-        self._done = done | failed
+        self._done = {*done, *failed}
         self._counts = batch["request_counts"]
         self._counts["completed"], self._counts["failed"] = len(done), len(failed)
 
