@@ -178,6 +178,12 @@ WRONG_HEADS = {
         400,
         "illegal chunk header",
     ),
+    "two lengths": (
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+        "Content-Length and Transfer-Encoding contradict each other",
+    ),
 }
 
 
@@ -187,6 +193,7 @@ async def test_what_is_no_request_gets_an_error_as_json(door: RouterServer, case
     status, kind, message = await sent(door, head)
     assert (status, kind) == (wanted, "application/json")
     assert words in message
+    assert "bytearray" not in message
 
 
 async def test_a_proxys_target_in_absolute_form_finds_its_path(door: RouterServer) -> None:

@@ -37,7 +37,7 @@ def test_defaults_are_those_of_the_api() -> None:
 
 
 def test_null_is_the_same_as_absent() -> None:
-    names = ["temperature", "max_tokens", "n", "stop", "stream", "tools", "logprobs"]
+    names = ["temperature", "max_tokens", "n", "stop", "stream", "tools", "tool_choice", "logprobs"]
     plain, empty = chat(seed=1), chat(**dict.fromkeys(names), seed=1)
     assert plain == empty
     assert ChatRequest.parse({**HELLO, "stream": None}).stream is False

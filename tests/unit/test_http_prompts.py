@@ -132,7 +132,7 @@ TOOL = Tool("get_weather", "Tells it.", PARAMETERS)
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (None, ((), False, ())),
+        (None, ((TOOL,), False, ())),
         ("none", ((), False, ())),
         ("auto", ((TOOL,), False, ())),
         ("required", ((TOOL,), True, ())),

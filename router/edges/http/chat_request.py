@@ -256,7 +256,7 @@ class ChatFields(RequestModel):
         )
         choice, tools = self.tool_choice, [tool.tool() for tool in self.tools]
         if choice is None:
-            choice = "auto" if tools and "tool_choice" not in self.model_fields_set else "none"
+            choice = "auto" if tools else "none"
         if isinstance(choice, NamedChoice):
             mode, allowed = "required", [choice.function.name]
         elif isinstance(choice, AllowedChoice):

@@ -61,11 +61,7 @@ _PUBLIC: dict[type[BatonError], str] = {
 
 # Internal names of the prompt. Each endpoint has its own public one.
 _PROMPT_FIELDS = {"prompt", "chat", "chat.messages", "token_ids"}
-# Internal names of other fields, and the public ones.
-_RENAMED = {"json_schema": "response_format"}
-
-
-MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
 OVERLOADED_STATUS = 529
 # Error types of the Anthropic API, by status.
 _MESSAGES_TYPES = {
@@ -117,7 +113,9 @@ def error_response(
     if status >= 500 and not isinstance(error, NotCached):  # the caller asked for it
         message = _nearest(_PUBLIC, error) or redact(message)
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
-    param = _RENAMED.get(error.field, error.field)
+    param = error.field
+    if param == "json_schema":
+        param = "text.format" if path.startswith(RESPONSES_PATH) else "response_format"
     if error.field in _PROMPT_FIELDS and not isinstance(error, NotServed):
         param = prompt_field
     code = "" if isinstance(error, SlowReader) else _nearest(_CODES, error)

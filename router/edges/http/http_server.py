@@ -49,7 +49,8 @@ CONNECTION = "connection"
 class ChunkingConnection(h11.Connection):
     """Frames body chunks itself, without h11's state machine, since there is one per token.
 
-    Refuses heads that h11 accepts: long ones that arrive at once, and versions other than HTTP/1.
+    Refuses heads that h11 accepts: long ones that arrive at once, versions other than HTTP/1, and
+    bodies of two lengths.
     Reduces targets in absolute form, which proxies send, to path and query.
     """
 
@@ -123,7 +124,8 @@ class BoundedConnection(H11Protocol):
 
     def _refused(self, error: h11.RemoteProtocolError) -> bytes:
         status = error.error_status_hint
-        message = TOO_LONG if status == 431 else str(error)
+        # h11 appends some of the bytes that it cannot parse.
+        message = TOO_LONG if status == 431 else str(error).partition(": bytearray(")[0]
         response = error_response(
             HTTPException(status, message, {"connection": "close"}), uuid.uuid4().hex
         )
@@ -165,6 +167,11 @@ def _check_head(head: h11.Request) -> None:
     fields = sum(len(name) + len(value) + len(b": \r\n") for name, value in head.headers)
     if len(head.method) + len(head.target) + fields > MAX_HEAD_BYTES:
         raise h11.RemoteProtocolError(TOO_LONG, error_status_hint=431)
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
+        # A proxy in front may believe the other one, and take what follows for a request.
+        raise h11.RemoteProtocolError(
+            "Content-Length and Transfer-Encoding contradict each other", error_status_hint=400
+        )
 
 
 def _in_origin_form(head: h11.Request) -> h11.Request:

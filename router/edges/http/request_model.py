@@ -29,8 +29,6 @@ from baton.core.proto_json import Json
 # An error in an item of these names the list or object, not the item.
 _FLAT = {"stop", "logit_bias", "prompt", "bad_words_ids"}
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than_equal", "float_type"}
-# Null is not the same as absent.
-_MEANINGFUL_NULLS = {"tool_choice"}
 _NOT_SERVED = "not_served"
 _SHOWN_CHARACTERS = 40
 DURATION = r"^[1-9]\d{0,5}[smhd]$"
@@ -114,7 +112,7 @@ class RequestModel(StrictModel):
             return body
         given = {}
         for name, value in body.items():
-            if value is None and name not in _MEANINGFUL_NULLS:
+            if value is None:
                 continue
             if name in cls.unserved:
                 cls.unserved[name].check(name, value)
