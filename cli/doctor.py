@@ -24,7 +24,7 @@ from typer import Option
 
 from baton.cli.exposure import exposure
 from baton.cli.terminal import AsJson, print_json
-from baton.cluster.preflight import take_port
+from baton.cluster.ports import take_port
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config, with_device_defaults

@@ -20,7 +20,7 @@ import typer
 from typer import Option
 
 from baton.cli.terminal import option, with_flags
-from baton.cluster import preflight
+from baton.cluster import ports, preflight
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config, Size
@@ -106,7 +106,7 @@ def serve(
         loaded = dataclasses.replace(loaded, adapters=adapters)
     prepared = preflight.prepare(loaded, workers_here=not ray_address)
     if not name:  # a running cluster of this name may use them
-        preflight.check_ports(prepared.router)
+        ports.check_ports(prepared.router)
     _Session(prepared, ray_address, detach, name, watch).serve()
 
 

@@ -31,7 +31,7 @@ import ray
 import uvloop
 
 from baton.cluster.fleet import CONTROLLER, DRAINED, DRAINING, Member
-from baton.cluster.preflight import describe_wait, gpus_of, within_share
+from baton.cluster.gpu_shares import describe_wait, gpus_of, within_share
 from baton.cluster.ray_session import cluster_name, complete, find_actor, load_fleet
 from baton.core import config as configs
 from baton.core.config import Config

@@ -25,9 +25,9 @@ from baton.cluster import ray_session
 from baton.cluster.actors import SilentActors, WorkerActors, drain
 from baton.cluster.fleet import CONTROLLER, DRAINING, EndedProcesses, Member, is_router, is_worker
 from baton.cluster.fleet_manager import LEARNING_SECONDS, FleetManager
+from baton.cluster.gpu_shares import gpus_of
 from baton.cluster.model_table import ModelTable
 from baton.cluster.planning import PlanRounds, run_planner
-from baton.cluster.preflight import gpus_of
 from baton.core import config as configs
 from baton.core.errors import Unavailable
 from baton.core.tls import Identity, node_identity

@@ -34,14 +34,9 @@ from baton.cluster import own_ray, ray_session
 from baton.cluster.actors import CONCURRENCY, RouterActor, WorkerActors
 from baton.cluster.controller import Controller
 from baton.cluster.fleet import CONTROLLER, ROUTER, Fleet, Member, router_name
-from baton.cluster.preflight import (
-    check_ports,
-    free_port,
-    gpus_per_rank,
-    offset_ports,
-    take_port,
-    with_absolute_paths,
-)
+from baton.cluster.gpu_shares import gpus_per_rank
+from baton.cluster.ports import check_ports, free_port, offset_ports, take_port
+from baton.cluster.preflight import with_absolute_paths
 from baton.cluster.ray_session import PREFIX, StartRecord, find_actor
 from baton.cluster.stopping import ANSWER_SECONDS, stop_cluster
 from baton.core import config as configs

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
-import random
-import socket
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-
-import grpc
 
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.adapter_config import read_adapter_config
 from baton.core.adapter_store import locate_adapter, resolve_locations
 from baton.core.api_keys import read_keys
-from baton.core.config import Config, RouterConfig
+from baton.core.config import Config
 from baton.core.encoder_config import EncoderConfig
-from baton.core.errors import InvalidConfig, Unavailable
+from baton.core.errors import InvalidConfig
 from baton.core.generation_defaults import read_defaults
 from baton.core.tls import check_router, node_identity
-from baton.core.types import Role
 from baton.engine.architecture import Architecture
 from baton.engine.draft_model import find_draft
 from baton.engine.model_choice import (
@@ -54,19 +47,9 @@ _VALUE_BYTES = {
     "fp8": 1,
 }
 
-# Above the ports of Ray's workers, below those that Linux gives to connections.
-_FREE_PORTS = range(24_000, 32_768)
-# Abstract Unix sockets that reserve ports; the kernel closes them with the process.
-_reservations: list[socket.socket] = []
 
 # A worker's own memory, without its model, is about 180 MiB.
 _LEAST_WORKER_BYTES = 64 * 2**20
-
-# Tolerance for sums of GPU shares.
-_ROUNDING = 1e-6
-
-_CONNECT_SECONDS = 3.0
-_GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def prepare(config: Config, *, workers_here: bool = True) -> Config:
@@ -246,167 +229,3 @@ def _check_planner(config: Config) -> None:
             f"the planner must keep at least {least} workers, but may have only {most}",
             field="planner.most_workers",
         )
-
-
-def gpus_per_rank(models: Sequence[Config], total: float, *, joined: bool) -> float:
-    """Returns the GPUs of each worker process: one, or an equal share if there are too few.
-
-    Raises InvalidConfig if there are too few on a Ray started here, which does not grow.
-    """
-    for config in models:
-        named = joined and config.prefill.gpus and config.decode.gpus
-        if config.device == "cuda" and not total and not named:
-            raise InvalidConfig(
-                "device is cuda, but Ray sees no GPU; if Ray adds nodes with GPUs on demand, say"
-                " how many each worker wants (prefill.gpus, decode.gpus)",
-                field="device",
-            )
-    on_gpus = [(config, role) for config in models if config.device != "cpu" for role in Role]
-    if not on_gpus:
-        return 0.0
-    pools = [config.pool(role) for config, role in on_gpus]
-    ranks = sum(pool.workers * pool.tensor_parallel for pool in pools)
-    # Each GPU takes a whole number of shares: shares that only sum up to all GPUs may not fit.
-    share = 1 / math.ceil(ranks / total) if total else 0.0
-    wanted = sum(
-        config.pool(role).workers * gpus_of(config, role, share) for config, role in on_gpus
-    )
-    if wanted > total + _ROUNDING and not joined:
-        raise InvalidConfig(
-            f"the workers want {wanted:g} GPUs, and there are {total:g}; use fewer workers or a"
-            " smaller tensor_parallel",
-            field="gpus",
-        )
-    return share
-
-
-def gpus_of(config: Config, role: Role, share: float) -> float:
-    """Returns the GPUs that a worker of this role requests from Ray, all on one node, since it is
-    one actor. `share` is the share of one process."""
-    pool = config.pool(role)
-    if pool.gpus is not None:
-        return pool.gpus
-    if pool.tensor_parallel == 1 or not share:
-        return share
-    if share < 1 and config.ranks_share_gpus:
-        return min(1.0, share * pool.tensor_parallel)
-    return float(pool.tensor_parallel)
-
-
-def within_share(config: Config, gpus: float) -> Config:
-    """Returns `config` for a worker with `gpus`: a share of a GPU gets that share of its memory."""
-    if config.gpu_memory or not 0 < gpus < 1:
-        return config
-    return dataclasses.replace(config, gpu_memory=configs.GPU_MEMORY * gpus)
-
-
-def describe_wait(wanted: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> str:
-    """Says what a worker waits for that wants these resources on one node. `nodes` has each
-    node's totals."""
-    for node in nodes:
-        if all(node.get(name, 0.0) >= amount for name, amount in wanted.items()):
-            return "waiting for a place"
-    asked = ", ".join(f"{name}: {amount:g}" for name, amount in wanted.items())
-    return f"waiting for a node that has {asked}: none has"
-
-
-def check_ports(router: RouterConfig) -> None:
-    """Raises InvalidConfig if routers cannot listen. Holds all ports at once to find duplicates
-    too."""
-    with contextlib.ExitStack() as held:
-        for index in range(router.count):
-            ports = offset_ports(router, index)
-            for name in ("port", "http_port", "metrics_port"):
-                held.enter_context(take_port(router.host, getattr(ports, name), f"router.{name}"))
-
-
-def take_port(host: str, port: int, field: str) -> socket.socket:
-    """Listens on the port of a configuration field; 0 means any free one."""
-    try:
-        return _listen(host, port)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidConfig(
-            f"cannot listen on {host}:{port} ({field}): {reason}", field=field
-        ) from None
-
-
-def offset_ports(router: RouterConfig, index: int) -> RouterConfig:
-    """Returns the settings of router number `index`: its ports are `index` higher, except 0."""
-    return dataclasses.replace(
-        router,
-        port=router.port and router.port + index,
-        http_port=router.http_port and router.http_port + index,
-        metrics_port=router.metrics_port and router.metrics_port + index,
-    )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family)
-
-
-def free_port(host: str) -> int:
-    """Returns a free port outside the ranges from which Ray and Linux assign ports.
-
-    It is reserved until this process ends, since the process that will listen may start late.
-    """
-    for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):
-        with contextlib.suppress(OSError):
-            reservation = _reserve(port)
-            with _listen(host, port):
-                _reservations.append(reservation)
-                return port
-    raise Unavailable(f"no port of {host} from {_FREE_PORTS[0]} to {_FREE_PORTS[-1]} is free")
-
-
-def _reserve(port: int) -> socket.socket:
-    """Raises OSError if a process of this network namespace has reserved the port."""
-    reservation = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    reservation.bind(f"\0baton-port-{port}")
-    return reservation
-
-
-def check_ray(address: str) -> None:
-    """Raises if no Ray at `address` can be joined. Ray itself would retry and log for long."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
-        raise InvalidConfig(f"--ray-address must be HOST:PORT or auto, not {address!r}")
-    try:
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise Unavailable(f"no Ray cluster answers at {address}: {reason}") from None
-    mode = os.environ.get("RAY_AUTH_MODE", "")
-    if mode not in ("", "token") or not _refuses_token(address, _token() if mode else {}):
-        return
-    if mode:
-        raise InvalidConfig(
-            f"the Ray at {address} refuses the token from here: set RAY_AUTH_TOKEN, or write to"
-            " ~/.ray/auth_token, the token that Ray was started with"
-        )
-    raise InvalidConfig(
-        f"the Ray at {address} asks for a token, which Ray does not send by default: set"
-        " RAY_AUTH_MODE=token"
-    )
-
-
-def _token() -> dict[str, str]:
-    """Returns the authentication header that Ray would send, from the environment or a file."""
-    from ray import _raylet
-
-    tokens = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]
-    header: dict[str, str] = tokens.get_token_for_http_header() if tokens.has_token() else {}
-    return header
-
-
-def _refuses_token(address: str, header: Mapping[str, str]) -> bool:
-    with grpc.insecure_channel(address) as channel:
-        try:
-            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_GET_CLUSTER_ID)
-            call(b"", timeout=_CONNECT_SECONDS, metadata=tuple(header.items()))
-        except grpc.RpcError as error:
-            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
-    return False

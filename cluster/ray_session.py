@@ -11,10 +11,12 @@ import faulthandler
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import ray
 from ray._common import utils as ray_utils
 from ray._private import services, state
@@ -24,8 +26,7 @@ from ray.job_config import JobConfig
 from baton.cluster import fleet as fleets
 from baton.cluster import own_ray
 from baton.cluster.fleet import Fleet
-from baton.cluster.preflight import check_ray
-from baton.core.errors import InvalidRequest, Unavailable
+from baton.core.errors import InvalidConfig, InvalidRequest, Unavailable
 from baton.core.process import end_after
 from baton.v1 import cluster_pb2 as pb
 
@@ -44,6 +45,54 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 _QUIET = {"log_to_driver": False, "configure_logging": False}
 # Keys in the store.
 _FLEET, _START, _ADAPTERS, _MODELS = "fleet", "start", "adapters", "models"
+
+_CONNECT_SECONDS = 3.0
+_GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+
+
+def check_ray(address: str) -> None:
+    """Raises if no Ray at `address` can be joined. Ray itself would retry and log for long."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise InvalidConfig(f"--ray-address must be HOST:PORT or auto, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise Unavailable(f"no Ray cluster answers at {address}: {reason}") from None
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode not in ("", "token") or not _refuses_token(address, _token() if mode else {}):
+        return
+    if mode:
+        raise InvalidConfig(
+            f"the Ray at {address} refuses the token from here: set RAY_AUTH_TOKEN, or write to"
+            " ~/.ray/auth_token, the token that Ray was started with"
+        )
+    raise InvalidConfig(
+        f"the Ray at {address} asks for a token, which Ray does not send by default: set"
+        " RAY_AUTH_MODE=token"
+    )
+
+
+def _token() -> dict[str, str]:
+    """Returns the authentication header that Ray would send, from the environment or a file."""
+    from ray import _raylet
+
+    tokens = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]
+    header: dict[str, str] = tokens.get_token_for_http_header() if tokens.has_token() else {}
+    return header
+
+
+def _refuses_token(address: str, header: Mapping[str, str]) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_GET_CLUSTER_ID)
+            call(b"", timeout=_CONNECT_SECONDS, metadata=tuple(header.items()))
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False
 
 
 def join(address: str, namespace: str) -> str:

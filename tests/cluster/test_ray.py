@@ -20,7 +20,8 @@ from tiny_hub import TinyHub
 from tiny_models import TINY_MODELS, save
 
 from baton import Client
-from baton.cluster.preflight import check_ray, free_port
+from baton.cluster.ports import free_port
+from baton.cluster.ray_session import check_ray
 from baton.core.errors import InvalidConfig
 
 # As a user would say it; the token is otherwise one file for all of a user's clusters.

@@ -28,7 +28,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 from ray.util import get_node_ip_address
 from serving import Command, listening_ports
 
-from baton.cluster.preflight import free_port
+from baton.cluster.ports import free_port
 from baton.v1.cluster_pb2 import StatusResponse
 
 Kept = TypeVar("Kept", bound=Command)

@@ -12,7 +12,7 @@ import pytest
 from kustomize import OVERLAYS, find, is_redis, pods, render
 from serving import Command
 
-from baton.cluster.preflight import free_port
+from baton.cluster.ports import free_port
 
 
 @pytest.mark.skipif(

@@ -7,23 +7,23 @@ import sys
 
 import pytest
 
-from baton.cluster import preflight
+from baton.cluster import ports
 from baton.core.errors import Unavailable
 
 HOST = "127.0.0.1"
 ANOTHER = """
 import sys
-from baton.cluster import preflight
-preflight._FREE_PORTS = range(int(sys.argv[1]), int(sys.argv[1]) + 3)
-print(preflight.free_port("127.0.0.1"), flush=True)
+from baton.cluster import ports
+ports._FREE_PORTS = range(int(sys.argv[1]), int(sys.argv[1]) + 3)
+print(ports.free_port("127.0.0.1"), flush=True)
 sys.stdin.read()
 """
 
 
 def test_no_port_is_given_twice_while_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     first = 23_917  # outside the range, so that no cluster of another test takes one
-    monkeypatch.setattr(preflight, "_FREE_PORTS", range(first, first + 3))
-    monkeypatch.setattr(preflight, "_reservations", [])
+    monkeypatch.setattr(ports, "_FREE_PORTS", range(first, first + 3))
+    monkeypatch.setattr(ports, "_reservations", [])
     with subprocess.Popen(
         [sys.executable, "-c", ANOTHER, str(first)],
         stdin=subprocess.PIPE,
@@ -33,10 +33,10 @@ def test_no_port_is_given_twice_while_its_process_lives(monkeypatch: pytest.Monk
         assert another.stdout
         assert another.stdin
         theirs = int(another.stdout.readline())
-        ours = {preflight.free_port(HOST), preflight.free_port(HOST)}
+        ours = {ports.free_port(HOST), ports.free_port(HOST)}
         assert ours | {theirs} == set(range(first, first + 3))
         with pytest.raises(Unavailable, match="no port"):
-            preflight.free_port(HOST)
+            ports.free_port(HOST)
         another.stdin.close()
         another.wait()
-    assert preflight.free_port(HOST) == theirs
+    assert ports.free_port(HOST) == theirs

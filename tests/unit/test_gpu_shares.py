@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.cluster.actors import sized_for
-from baton.cluster.preflight import describe_wait, gpus_of, gpus_per_rank, within_share
+from baton.cluster.gpu_shares import describe_wait, gpus_of, gpus_per_rank, within_share
 from baton.core.config import Config, DecodeConfig, PrefillConfig, with_device_defaults
 from baton.core.errors import InvalidConfig
 from baton.core.types import Role
