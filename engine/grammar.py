@@ -9,6 +9,7 @@ the tokens again.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -80,8 +81,8 @@ class Grammars:
 
     @cached_property
     def _tokenizers(self) -> list[LLTokenizer]:
-        """One whose tags are text; then one that has them as names, for Lark such as
-        `start: <tool_call> body`."""
+        """One whose tags are text; then, if there are tags, one that has them as names, for Lark
+        such as `start: <tool_call> body`."""
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ModuleNotFoundError:
@@ -91,16 +92,16 @@ class Grammars:
         try:
             made = LLTokenizer(text, n_vocab=self._vocabulary_size, eos_token=end)
             tags = _tags(text) - {*ends, *made.eos_tokens}
-            if not tags:
-                return [made]
-            wrapped = TokenizerWrapper(_WithTags(made, tags))
-            return [LLTokenizer(wrapped, n_vocab=self._vocabulary_size, eos_token=end), made]
+            wrapped = TokenizerWrapper(_PlainText(made, tags))
+            plain = LLTokenizer(wrapped, n_vocab=self._vocabulary_size, eos_token=end)
+            return [plain, made] if tags else [plain]
         except ValueError as error:
             raise NotServed(f"this model's tokenizer does not support grammars: {error}") from error
 
 
-class _WithTags:
-    """A tokenizer whose tags are text: what llguidance's TokenizerWrapper asks for."""
+class _PlainText:
+    """A tokenizer whose tags are text, and which makes no special token of a text: what
+    llguidance's TokenizerWrapper asks for."""
 
     bos_token_id = None
 
@@ -111,9 +112,17 @@ class _WithTags:
         self.tokens = [tokenizer.decode_bytes([token]) for token in ids]
         self.special_token_ids = [token for token in special if token not in tags]
         self._tokenizer = tokenizer
+        marks = sorted({self.tokens[token] for token in self.special_token_ids} - {b""}, key=len)
+        self._marks = re.compile(b"|".join(map(re.escape, reversed(marks))) or b"(?!)")
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.tokenize_bytes(text)
+        found, start = list[int](), 0
+        # The tokenizer would find a special token in its text, so such a text is cut.
+        while mark := self._marks.search(text, start):
+            end = mark.start() + len(mark[0].decode(errors="ignore")[:1].encode() or b"-")
+            found += self._tokenizer.tokenize_bytes(text[start:end])
+            start = end
+        return found + self._tokenizer.tokenize_bytes(text[start:])
 
 
 class TokenGuide:

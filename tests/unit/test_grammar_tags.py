@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import jsonschema
 import pytest
 from text_model import END, save_text_model
 from tokenizers import AddedToken, Tokenizer
@@ -52,6 +53,27 @@ def answer(engine: Engine, tokenizer: Tokenizer, grammar: str, seed: int = 0) ->
             assert isinstance(token, int), token
             ended = sequence.append(token)
         return sequence.tokens[3:-1]
+
+
+SPECIAL = [
+    Structure("json_schema", json.dumps({"const": f"a{END}b"})),
+    Structure("json_schema", json.dumps({"enum": [END, f"{END}{END}"]})),
+    Structure("regex", f"a{re.escape(END)}|{re.escape(END)}b"),
+]
+
+
+@pytest.mark.parametrize("structure", SPECIAL, ids=lambda each: each.source[:20])
+def test_the_text_of_a_special_token_is_written_with_others(
+    structure: Structure, engine: Engine, tokenizer: Tokenizer
+) -> None:
+    for seed in range(3):
+        tokens = answer(engine, tokenizer, grammar_of(structure), seed)
+        assert tokenizer.token_to_id(END) not in tokens
+        text = tokenizer.decode(tokens)
+        if structure.kind == "regex":
+            assert re.fullmatch(structure.source, text)
+        else:
+            jsonschema.validate(json.loads(text), json.loads(structure.source))
 
 
 FORCED = [
