@@ -280,6 +280,8 @@ class Structure:
 
     kind: Literal["json_schema", "regex", "lark", "call"]
     source: str
+    given_as: str = field(default="", compare=False)
+    """The request's field, for errors."""
 
 
 ToolFormatName = Literal[

@@ -138,8 +138,8 @@ def with_tools(
         raise InvalidRequest("two tools have the same name", field=field)
     if must_call and not names:
         raise InvalidRequest("a tool must be called, but there is none", field=choice_field)
-    if unknown := next((name for name in allowed if name not in names), None):
-        raise InvalidRequest(f"there is no tool {unknown!r} to call", field=choice_field)
+    if unknown := [name for name in allowed if name not in names]:
+        raise InvalidRequest(f"there is no tool {unknown[0]!r} to call", field=choice_field)
     return dataclasses.replace(
         chat, tools=checked, must_call=must_call, allowed_tools=tuple(allowed)
     )
@@ -154,7 +154,7 @@ def _checked_tool(tool: Tool, field: str) -> Tool:
         raise InvalidRequest(f"the parameters of {tool.name} are too long", field=field)
     try:
         schema = json.loads(tool.parameters or '{"type": "object"}')
-    except ValueError:
+    except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the parameters of {tool.name} are no JSON Schema", field=field)

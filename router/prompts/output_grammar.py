@@ -1,8 +1,8 @@
 """Turns a request's structure, or a tool call that it forces, into a grammar that workers follow.
 Grammars of tool calls are in llguidance's variant of Lark.
 
-Both sides use llguidance: the router only validates a grammar, so that errors are reported at once
-with the field's name; workers compile it for their tokenizer.
+Both sides use llguidance: the router only validates a grammar (router/prompts/grammar_checks.py),
+so that errors are reported at once with the field's name; workers compile it for their tokenizer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
 
 from baton.core.bounds import MAX_STRUCTURE
 from baton.core.errors import InvalidGrammar, NotServed
@@ -24,18 +24,11 @@ from baton.router.answers.argument_types import (
     is_text,
 )
 from baton.router.answers.tool_formats import MARKER, Pairs, ToolFormat
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
+from baton.router.prompts.exact_numbers import with_exact_numbers
+from baton.router.prompts.grammar_checks import GrammarChecks
+from baton.router.prompts.grammar_process import ONE_LINE
 
 ANY_OBJECT = Structure("json_schema", '{"type": "object"}')
-
-# JSON on one line: with free white space, some models generate white space without end.
-ONE_LINE: JsonCompileOptions = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-}
 
 _FIELDS = {"lark": "grammar", "call": "tools"}
 
@@ -57,9 +50,14 @@ loose_pair: /[a-zA-Z_][a-zA-Z0-9_]*/ ":" loose
 loose_list: "[" (loose ("," loose)*)? "]\""""
 
 
-def json_structure(schema: Mapping[str, object] | None) -> Structure:
+_checks = GrammarChecks()
+
+
+def json_structure(schema: Mapping[str, object] | None, given_as: str = "") -> Structure:
     """Returns the structure for a JSON Schema; without one, for any object."""
-    return ANY_OBJECT if schema is None else Structure("json_schema", json.dumps(schema))
+    if schema is None:
+        return ANY_OBJECT
+    return Structure("json_schema", json.dumps(schema), given_as)
 
 
 def grammar_of(structure: Structure) -> str:
@@ -71,23 +69,17 @@ def grammar_of(structure: Structure) -> str:
 
 @lru_cache(KEPT_GRAMMARS)
 def _checked(structure: Structure) -> str:
-    try:
-        from llguidance import LLMatcher
-    except ModuleNotFoundError:
-        raise NotServed("structured answers need llguidance, which is not installed") from None
-    try:
-        match structure.kind:
-            case "json_schema":
-                grammar = LLMatcher.grammar_from_json_schema(structure.source, overrides=ONE_LINE)
-            case "regex":
-                grammar = LLMatcher.grammar_from_regex(structure.source)
-            case "lark" | "call":
-                grammar = LLMatcher.grammar_from_lark(structure.source)
-    except ValueError as error:
-        raise _invalid(structure, str(error)) from None
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    if is_error:
-        raise _invalid(structure, messages[0].strip())
+    if find_spec("llguidance") is None:
+        raise NotServed("structured answers need llguidance, which is not installed")
+    source = structure.source
+    if structure.kind == "json_schema":
+        try:
+            source = json.dumps(with_exact_numbers(json.loads(source)), allow_nan=False)
+        except (ValueError, RecursionError) as error:
+            raise _invalid(structure, str(error)) from None
+    grammar, fault = _checks.check(structure.kind, source)
+    if fault:
+        raise _invalid(structure, fault)
     return grammar
 
 
@@ -121,7 +113,7 @@ def _parts(grammar: str, name: str) -> list[dict[str, object]]:
 
 
 def _invalid(structure: Structure, fault: str) -> InvalidGrammar:
-    field = _FIELDS.get(structure.kind, structure.kind)
+    field = structure.given_as or _FIELDS.get(structure.kind, structure.kind)
     if structure.kind == "call":  # the caller has not seen this grammar, but knows the schemas
         fault = fault.partition("\n")[0].rpartition("JSON schema: ")[2]
     return InvalidGrammar(f"{field} cannot be used: {fault}", field=field)
@@ -141,7 +133,11 @@ def _text(text: str) -> str:
 
 
 def _json(schema: Schema) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
+    try:
+        exact = with_exact_numbers({**schema, "x-guidance": ONE_LINE})
+    except (ValueError, RecursionError) as error:
+        raise InvalidGrammar(f"tools cannot be used: {error}", field="tools") from None
+    return f"%json {json.dumps(exact)}"
 
 
 class CallGrammar:

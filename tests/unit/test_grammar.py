@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import re
 from dataclasses import replace
@@ -29,6 +30,7 @@ from baton.router.answers.answer import splitter_for
 from baton.router.answers.answer_events import AnswerDelta
 from baton.router.answers.answer_format import AnswerFormat
 from baton.router.answers.tool_formats import FORMATS, HARMONY, HERMES, ToolFormat
+from baton.router.prompts import grammar_checks
 from baton.router.prompts.output_grammar import ANY_OBJECT, after_reasoning, either, grammar_of
 from baton.router.prompts.text import Text
 
@@ -178,7 +180,11 @@ def test_a_gpu_keeps_to_a_grammar_as_a_cpu_does(engine: Engine, device: torch.de
         (Structure("json_schema", '{"type": "strin"}'), "strin"),
         (Structure("json_schema", '{"type": "string", "minLength": 3, "maxLength": 1}'), "minLen"),
         (Structure("json_schema", '{"not": {}}'), "not"),
-        (Structure("json_schema", "{"), "EOF"),
+        (Structure("json_schema", "{"), "Expecting property name"),
+        (Structure("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000), "recursion depth"),
+        (Structure("json_schema", '{"const": -9223372036854775808}'), "-9223372036854775808"),
+        (Structure("json_schema", '{"enum": [1, [9007199254740992]]}'), "9007199254740992"),
+        (Structure("json_schema", '{"maximum": -1e19}'), "maximum -1e+19"),
         (Structure("json_schema", "[]"), "object"),
         (Structure("json_schema", '{"$ref": "http://elsewhere/"}'), "elsewhere"),
         (Structure("regex", "(a"), "unclosed group"),
@@ -193,6 +199,50 @@ def test_a_structure_that_cannot_be_is_refused_with_its_fault(
     with pytest.raises(InvalidGrammar, match=re.escape(fault)) as refused:
         grammar_of(structure)
     assert refused.value.field in ("json_schema", "regex", "grammar")
+
+
+DEEP = "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(5000)) + 'r5000: "a"'
+
+
+@pytest.mark.parametrize("source", [DEEP, 'start: %json {"const": -9223372036854775808}'])
+def test_a_structure_that_ends_the_process_which_checks_it_is_refused(source: str) -> None:
+    with pytest.raises(InvalidGrammar, match="nested too deeply"):
+        grammar_of(Structure("lark", source))
+    assert grammar_of(Structure("regex", f"after {len(source)}"))
+
+
+def test_a_structure_that_takes_long_to_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_checks, "CHECK_SECONDS", 0.0)
+        with pytest.raises(InvalidGrammar, match="more than 0 seconds"):
+            grammar_of(Structure("regex", "late"))
+    assert grammar_of(Structure("regex", "late"))
+
+
+def test_a_fork_checks_structures_in_a_process_of_its_own() -> None:
+    grammar_of(Structure("regex", "before"))
+    fork = multiprocessing.get_context("fork").Pool(1)
+    with fork:
+        found = fork.apply(grammar_of, (Structure("regex", "in the fork"),))
+    assert found == grammar_of(Structure("regex", "in the fork"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"type": "integer", "exclusiveMinimum": 0, "maximum": 2**64 - 1},
+        {"type": "number", "minimum": -3.4028235e38, "maximum": 3.4028235e38},
+        {"items": {"type": "integer", "maximum": 1e300}, "type": "array", "maxItems": 3},
+    ],
+)
+def test_answers_keep_to_bounds_beyond_exact_integers(
+    engine: Engine, schema: dict[str, object]
+) -> None:
+    structure = Structure("json_schema", json.dumps(schema))
+    asked = [work(structure, Sampling(temperature=1.0, seed=seed)) for seed in range(3)]
+    for answer in write(engine, [begin(engine, each) for each in asked]):
+        jsonschema.validate(json.loads(answer), schema)
 
 
 def test_a_grammar_that_only_the_tokenizer_refuses_fails_its_request_alone(

@@ -36,6 +36,27 @@ def test_defaults_are_those_of_the_api() -> None:
     assert request(completion()).max_tokens == 16
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}),
+        ("regex", "a"),
+        ("grammar", "start: A"),
+        ("guided_json", {"const": 1}),
+        ("guided_regex", "a"),
+        ("guided_choice", ["a"]),
+        ("guided_grammar", "start: A"),
+        ("structured_outputs.json", {"const": 1}),
+        ("structured_outputs.choice", ["a"]),
+    ],
+)
+def test_a_structure_knows_the_field_that_it_came_from(name: str, value: object) -> None:
+    field, _, inner = name.partition(".")
+    structure = request(chat(**{field: {inner: value} if inner else value})).structure
+    assert structure is not None
+    assert structure.given_as == name
+
+
 def test_null_is_the_same_as_absent() -> None:
     names = ["temperature", "max_tokens", "n", "stop", "stream", "tools", "tool_choice", "logprobs"]
     plain, empty = chat(seed=1), chat(**dict.fromkeys(names), seed=1)

@@ -182,6 +182,8 @@ def test_parameters_are_an_object(kind: object) -> None:
         {"tools": [WEATHER], "tool_choice": "always"},
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}},
         {"tools": [WEATHER], "tool_choice": allowed("auto", "b")},
+        {"tools": [WEATHER], "tool_choice": allowed("auto", "")},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": ""}}},
         {"tools": [WEATHER], "tool_choice": allowed("none", "get_weather")},
         {"tools": [WEATHER], "tool_choice": allowed("auto")},
         {"tool_choice": "required"},

@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 
 from baton.core.errors import (
     BatonError,
-    InvalidGrammar,
     InvalidRequest,
     NotServed,
     Unavailable,
@@ -193,13 +192,6 @@ def test_a_wrong_field_is_refused_by_name(given: Json, field: str, error: type[B
     assert refused.value.field == field
     body = json.loads(error_response(refused.value, "id", "input", "/v1/responses").body)
     assert body["error"]["param"] == field
-
-
-def test_an_unusable_schema_is_named_as_responses_name_it() -> None:
-    error = InvalidGrammar("json_schema cannot be used", field="json_schema")
-    for path, field in (("/v1/responses", "text.format"), ("/v1/completions", "response_format")):
-        body = json.loads(error_response(error, "id", "input", path).body)
-        assert body["error"]["param"] == field
 
 
 def test_every_field_of_a_chat_is_taken_or_refused() -> None:

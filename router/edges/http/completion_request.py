@@ -103,7 +103,7 @@ class ResponseFormat(RequestModel):
     @property
     def structure(self) -> Structure | None:
         schema = self.json_schema.json_schema if self.json_schema else None
-        return None if self.type == "text" else json_structure(schema)
+        return None if self.type == "text" else json_structure(schema, "response_format")
 
 
 class StructuredOutputs(RequestModel):
@@ -121,7 +121,10 @@ class StructuredOutputs(RequestModel):
     }
 
     def structures(self) -> Iterator[Structure]:
-        yield from _structures(self.json_schema, self.regex, self.choice, self.grammar)
+        yield from _given("json_schema", **{"structured_outputs.json": self.json_schema})
+        yield from _given("regex", **{"structured_outputs.regex": self.regex})
+        yield from _given("lark", **{"structured_outputs.choice": _alternatives(self.choice)})
+        yield from _given("lark", **{"structured_outputs.grammar": self.grammar})
         if self.json_object:
             yield ANY_OBJECT
 
@@ -140,10 +143,10 @@ class StructureFields(RequestModel):
 
     def structure(self) -> Structure | None:
         given = [
-            *_structures("", self.regex, None, self.grammar),
-            *_structures(
-                self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
-            ),
+            *_given("json_schema", guided_json=self.guided_json),
+            *_given("regex", regex=self.regex, guided_regex=self.guided_regex),
+            *_given("lark", grammar=self.grammar, guided_grammar=self.guided_grammar),
+            *_given("lark", guided_choice=_alternatives(self.guided_choice)),
             *(self.structured_outputs.structures() if self.structured_outputs else ()),
         ]
         if self.response_format and (structure := self.response_format.structure):
@@ -157,17 +160,14 @@ class StructureFields(RequestModel):
         return given[0] if given else None
 
 
-def _structures(
-    schema: str, regex: str, choice: Sequence[str] | None, grammar: str
-) -> Iterator[Structure]:
-    if schema:
-        yield Structure("json_schema", schema)
-    if regex:
-        yield Structure("regex", regex)
-    if choice:
-        yield Structure("lark", "start: " + " | ".join(map(json.dumps, choice)))
-    if grammar:
-        yield Structure("lark", grammar)
+def _given(kind: Literal["json_schema", "regex", "lark"], **sources: str) -> Iterator[Structure]:
+    """Yields the structures of the fields that are set, by the fields' names."""
+    return (Structure(kind, source, name) for name, source in sources.items() if source)
+
+
+def _alternatives(texts: Sequence[str] | None) -> str:
+    """Returns Lark for one of the texts; "" without any."""
+    return "start: " + " | ".join(map(json.dumps, texts)) if texts else ""
 
 
 class StreamOptions(RequestModel):

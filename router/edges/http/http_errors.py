@@ -61,7 +61,7 @@ _PUBLIC: dict[type[BatonError], str] = {
 
 # Internal names of the prompt. Each endpoint has its own public one.
 _PROMPT_FIELDS = {"prompt", "chat", "chat.messages", "token_ids"}
-MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
+MESSAGES_PATH = "/v1/messages"
 OVERLOADED_STATUS = 529
 # Error types of the Anthropic API, by status.
 _MESSAGES_TYPES = {
@@ -114,8 +114,6 @@ def error_response(
         message = _nearest(_PUBLIC, error) or redact(message)
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
     param = error.field
-    if param == "json_schema":
-        param = "text.format" if path.startswith(RESPONSES_PATH) else "response_format"
     if error.field in _PROMPT_FIELDS and not isinstance(error, NotServed):
         param = prompt_field
     code = "" if isinstance(error, SlowReader) else _nearest(_CODES, error)

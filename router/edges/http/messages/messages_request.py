@@ -245,6 +245,6 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
             self.chat_prompt(),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
-            structure=json_structure(form.json_schema) if form else None,
+            structure=json_structure(form.json_schema, "output_config.format") if form else None,
         )
         return (request,)

@@ -237,7 +237,7 @@ class TextFormat(StrictModel):
     @property
     def structure(self) -> Structure | None:
         schema = self.json_schema if self.type == "json_schema" else None
-        return None if self.type == "text" else json_structure(schema)
+        return None if self.type == "text" else json_structure(schema, "text.format")
 
 
 class TextConfig(RequestModel):
