@@ -101,6 +101,7 @@ class Client(ClientCalls[Stream]):
 
     def close(self) -> None:
         """Closes the connection and cancels its running calls."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -173,6 +174,7 @@ class AsyncClient(ClientCalls[AsyncStream]):
 
     async def close(self) -> None:
         """Closes the connection and cancels its running calls."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

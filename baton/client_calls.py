@@ -10,6 +10,8 @@ the thread instead of suspending, so a coroutine runs to its end at once.
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
 import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -32,6 +34,7 @@ from baton.connection import (
     DEFAULT_ADDRESS,
     POLL_SECONDS,
     check_address,
+    deadline_seconds,
     tls_credentials,
     translated,
     why_not_ready,
@@ -47,6 +50,7 @@ from baton.request_builder import (
     generate_request,
     role_request,
     tokenize_request,
+    values_checked,
 )
 from baton.responses import Answer, AnswerBuilder
 from baton.stream_calls import StreamCalls, shared
@@ -72,6 +76,7 @@ class ClientCalls(Generic[StreamType]):
     BLOCKING: ClassVar[bool]
     LIBRARY: ClassVar[Any]  # grpc or grpc.aio
     STREAM: type[StreamType]
+    _closed = False
 
     def __init__(
         self,
@@ -85,8 +90,9 @@ class ClientCalls(Generic[StreamType]):
         self.address = check_address(address)
         self._api_key = api_key
         self._credentials = tls_credentials(tls)
+        self._process = os.getpid()
         if self.BLOCKING:
-            _ = self._channel  # before threads share it
+            _ = self._stubs  # before threads share them
 
     @cached_property
     def _channel(self) -> Any:
@@ -96,14 +102,26 @@ class ClientCalls(Generic[StreamType]):
         return self.LIBRARY.secure_channel(self.address, self._credentials, CHANNEL_OPTIONS)
 
     @cached_property
-    def _inference(self) -> InferenceStub:
-        stub: InferenceStub = InferenceStub(with_key(self._channel, self._api_key))
-        return stub
+    def _stubs(self) -> tuple[InferenceStub, AdminStub]:
+        channel = with_key(self._channel, self._api_key)
+        return InferenceStub(channel), AdminStub(channel)
 
-    @cached_property
+    @property
+    def _inference(self) -> InferenceStub:
+        self._check_open()
+        return self._stubs[0]
+
+    @property
     def _admin(self) -> AdminStub:
-        stub: AdminStub = AdminStub(with_key(self._channel, self._api_key))
-        return stub
+        self._check_open()
+        return self._stubs[1]
+
+    def _check_open(self) -> None:
+        """Raises Unavailable where gRPC would end the process, or wait for ever."""
+        if self._closed:
+            raise Unavailable("this client is closed")
+        if self._process != os.getpid():
+            raise Unavailable("this client was made before a fork; make one in this process")
 
     def _stream(
         self,
@@ -112,14 +130,15 @@ class ClientCalls(Generic[StreamType]):
         builder: AnswerBuilder | None = None,
     ) -> StreamType:
         """`builder` holds the part of the answer received so far."""
-        call = self._inference.Generate(request, timeout=timeout)
+        with translated(self.address):
+            call = self._inference.Generate(request, timeout=deadline_seconds(timeout))
         return self.STREAM(call, self.address, request, builder or AnswerBuilder())
 
     async def _call(
         self, method: Method[Request, Response], request: Request, timeout: Timeout
     ) -> Response:
         with translated(self.address):
-            response: Any = method(request, timeout=timeout)
+            response: Any = method(request, timeout=deadline_seconds(timeout))
             done: Response = response if self.BLOCKING else await response
             return done
 
@@ -142,7 +161,8 @@ class ClientCalls(Generic[StreamType]):
     def resume(self, stream: StreamType, *, timeout: Timeout = None) -> StreamType:
         """Continues an answer whose stream broke, after its last received token. Any router of the
         cluster can do this. The new stream's `answer` is the whole answer."""
-        return self._stream(stream._resumed(), timeout, stream._builder)
+        # A copy, since the old stream may be read on.
+        return self._stream(stream._resumed(), timeout, copy.deepcopy(stream._builder))
 
     @shared
     async def generate(
@@ -236,7 +256,8 @@ class ClientCalls(Generic[StreamType]):
         self, limit: int = 0, *, timeout: Timeout = CALL_SECONDS
     ) -> list[timing_pb2.RequestTiming]:
         """The latest requests, newest first, without their phases."""
-        request = cluster_pb2.RecentRequest(limit=limit)
+        with values_checked():
+            request = cluster_pb2.RecentRequest(limit=limit)
         return list((await self._call(self._admin.Recent, request, timeout)).requests)
 
     @shared
@@ -319,7 +340,8 @@ class ClientCalls(Generic[StreamType]):
     ) -> cluster_pb2.PoolsResponse:
         """Sets the wanted number of a model's workers (None: unchanged); `pools` reports the
         progress."""
-        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, model=model)
+        with values_checked():
+            request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, model=model)
         return await self._call(self._admin.Scale, request, timeout)
 
     @shared
@@ -355,8 +377,8 @@ class ClientCalls(Generic[StreamType]):
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _missing(self, seconds: float) -> str:
+        method = self._admin.Status
         try:
-            request = cluster_pb2.StatusRequest()
-            return why_not_ready(await self._call(self._admin.Status, request, seconds))
+            return why_not_ready(await self._call(method, cluster_pb2.StatusRequest(), seconds))
         except (Unavailable, DeadlineExceeded) as error:
             return error.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
+import grpc.aio
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
@@ -29,6 +31,9 @@ TLS_VARIABLE = "BATON_TLS"
 
 CALL_SECONDS = 30.0
 """The default timeout of every call that does not generate."""
+
+LONGEST_SECONDS = 1e9
+"""Longer timeouts would overflow gRPC's deadline, which would then be over at once."""
 
 POLL_SECONDS = 0.2
 """The time between two checks of a cluster that is not ready."""
@@ -64,6 +69,15 @@ def check_address(address: str) -> str:
     raise errors.InvalidRequest(
         f"{address!r} {kind}; give HOST:PORT of a router's gRPC API, such as {DEFAULT_ADDRESS}"
     )
+
+
+def deadline_seconds(timeout: float | None) -> float | None:
+    """Returns a call's timeout as gRPC takes it: None for one that never ends the call."""
+    if timeout is None or timeout > LONGEST_SECONDS:
+        return None
+    if math.isnan(timeout):
+        raise errors.InvalidRequest("timeout is no number", field="timeout")
+    return timeout
 
 
 def why_not_ready(status: cluster_pb2.StatusResponse) -> str:
@@ -105,6 +119,9 @@ class KeyedChannel:
 def with_key(channel: Channel, api_key: str | None) -> Channel:
     """Adds the given key, or else the environment's, to a channel's calls."""
     found = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    if not (found.isascii() and found.isprintable()):
+        message = "an API key has printable ASCII characters only, and no line break"
+        raise errors.InvalidRequest(message, field="api_key")
     return cast(Channel, KeyedChannel(channel, found)) if found else channel
 
 
@@ -131,6 +148,8 @@ def translated(address: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error, address) from error
+    except (ValueError, grpc.aio.UsageError) as error:  # of a channel that another thread closed
+        raise errors.Unavailable("this client is closed") from error
 
 
 def from_rpc_error(error: grpc.RpcError, address: str) -> BatonError:

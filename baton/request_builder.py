@@ -67,7 +67,7 @@ def generate_request(
     prompt: str | Sequence[int], options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
     """A request to continue text, or token ids."""
-    with _values_checked():
+    with values_checked():
         if isinstance(prompt, str):
             return _request(options, text=prompt)
         return _request(options, token_ids=inference_pb2.TokenIds(ids=prompt))
@@ -77,7 +77,7 @@ def chat_request(
     messages: Iterable[MessageLike], options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
     """A request to answer a conversation."""
-    with _values_checked():
+    with values_checked():
         chat = _chat(messages)
         _set_tools(chat, options)
         return _request(options, chat=chat)
@@ -87,7 +87,7 @@ def tokenize_request(
     prompt: str | Iterable[MessageLike], model: str
 ) -> inference_pb2.TokenizeRequest:
     """A request to tokenize text, or a conversation."""
-    with _values_checked():
+    with values_checked():
         if isinstance(prompt, str):
             return inference_pb2.TokenizeRequest(model=model, text=prompt)
         return inference_pb2.TokenizeRequest(model=model, chat=_chat(prompt))
@@ -97,7 +97,7 @@ def detokenize_request(
     token_ids: Iterable[int], keep_special_tokens: bool, model: str
 ) -> inference_pb2.DetokenizeRequest:
     """A request to turn token ids into text."""
-    with _values_checked():
+    with values_checked():
         return inference_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, keep_special_tokens=keep_special_tokens
         )
@@ -112,7 +112,7 @@ def embed_request(
     normalize: bool,
     priority: int,
 ) -> inference_pb2.EmbedRequest:
-    with _values_checked():
+    with values_checked():
         return inference_pb2.EmbedRequest(
             model=model,
             inputs=map(_embed_input, inputs),
@@ -198,7 +198,7 @@ def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParameters:
 
 
 @contextmanager
-def _values_checked() -> Iterator[None]:
+def values_checked() -> Iterator[None]:
     """Raises InvalidRequest for a number or text that its field cannot hold."""
     try:
         yield

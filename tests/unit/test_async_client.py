@@ -49,6 +49,18 @@ async def test_the_async_client_gets_the_clusters_status(
     assert await async_client.detokenize(tokens.token_ids) == "héllo"
 
 
+async def test_a_closed_async_client_says_so(router: ScriptedRouter) -> None:
+    for calls in (0, 1):
+        client = AsyncClient(router.address)
+        for _ in range(calls):
+            await client.status()
+        await client.close()
+        with pytest.raises(Unavailable, match="this client is closed"):
+            await client.status()
+        with pytest.raises(Unavailable, match="this client is closed"):
+            client.stream("hello")
+
+
 async def test_cancelling_the_task_cancels_the_request(
     async_client: AsyncClient, router: ScriptedRouter
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+from functools import partial
 
 import pytest
 from scripted_router import ScriptedRouter
@@ -285,6 +287,64 @@ def test_closing_the_client_cancels_running_calls(router: ScriptedRouter) -> Non
         stream = client.stream("hello")
         next(stream)
     assert router.over.wait(5)
+
+
+def test_a_closed_client_says_so_whether_it_was_used_or_not(router: ScriptedRouter) -> None:
+    used, unused = Client(router.address), Client(router.address)
+    used.status()
+    for client in (used, unused):
+        client.close()
+        for call in (client.status, client.wait_ready, partial(client.generate, "hello")):
+            with pytest.raises(Unavailable, match="this client is closed"):
+                call()
+
+
+def test_a_fork_needs_a_client_of_its_own(client: Client, router: ScriptedRouter) -> None:
+    client.status()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            client.generate("hello", timeout=5)
+        except Unavailable as error:
+            os.write(writing, error.message.encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"before a fork" in os.read(reading, 200)
+    os.close(reading)
+    os.close(writing)
+    assert client.generate("hello").text == "Once upon a time"
+
+
+def test_a_timeout_may_be_endless_but_no_nonsense(client: Client) -> None:
+    for timeout in (math.inf, 1e12):
+        assert client.generate("hello", timeout=timeout).text == "Once upon a time"
+        client.status(timeout=timeout)
+    with pytest.raises(InvalidRequest, match="timeout is no number"):
+        client.generate("hello", timeout=math.nan)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "schlüssel"])
+def test_a_key_that_no_header_can_hold_is_refused(router: ScriptedRouter, key: str) -> None:
+    with pytest.raises(InvalidRequest, match="printable ASCII"):
+        Client(router.address, api_key=key)
+
+
+def test_a_number_that_does_not_fit_its_field_is_refused(client: Client) -> None:
+    for call in (lambda: client.scale(prefill=-1), lambda: client.recent(-1)):
+        with pytest.raises(InvalidRequest, match="does not fit its field"):
+            call()
+
+
+def test_a_stream_may_be_read_on_beside_the_one_that_resumed_it(
+    client: Client, router: ScriptedRouter
+) -> None:
+    old = client.stream("hello")
+    next(old)
+    router.pieces = [" upon", " a time"]
+    new = client.resume(old)
+    assert [next(old).text, next(new).text] == [" upon", " upon"]
+    assert (old.read().text, new.read().text) == ("Once upon a time", "Once upon a time")
 
 
 def test_a_cluster_that_is_not_there_is_unavailable_by_its_address(closed_port: int) -> None:
