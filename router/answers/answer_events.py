@@ -31,6 +31,10 @@ class ScoredToken:
     chosen: TokenScore
     top: tuple[TokenScore, ...]
 
+    def first(self, count: int) -> ScoredToken:
+        """The same with the `count` likeliest tokens at most."""
+        return ScoredToken(self.chosen, self.top[:count])
+
 
 @dataclass(slots=True)
 class ToolCallDelta:

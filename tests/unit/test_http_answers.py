@@ -24,6 +24,7 @@ from baton.core.errors import (
     UnknownModel,
     WorkerLost,
 )
+from baton.core.generation_defaults import NO_DEFAULTS
 from baton.core.proto_json import Json
 from baton.router.answers.answer_events import (
     AnswerDelta,
@@ -37,6 +38,7 @@ from baton.router.edges.http.choice_renderer import (
     ChatRenderer,
     CompletionRenderer,
 )
+from baton.router.edges.http.completion_request import CompletionRequest
 from baton.router.edges.http.http_errors import error_response
 from baton.v1 import inference_pb2 as pb
 from tests.support.http_bodies import addressed
@@ -395,6 +397,21 @@ def test_an_echo_has_the_prompts_logprobs_before_the_answers(stream: bool) -> No
             "1": {"logprob": -1, "rank": None, "decoded_token": "p"},
         },
     ]
+
+
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(0, 1), (1, 0)])
+def test_an_echo_and_the_prompts_scores_have_their_own_numbers_of_alternatives(
+    logprobs: int, prompt_logprobs: int
+) -> None:
+    fields = {"echo": True, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    renderer = renderer_of(CompletionRenderer, n=1, **fields)
+    for event in ECHOED:
+        renderer.collect(event)
+    (choice,) = json.loads(renderer.whole())["choices"]
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 1 + logprobs
+    assert len(choice["prompt_logprobs"][1]) == 1 + prompt_logprobs
+    (asked,) = CompletionRequest.parse({"prompt": "x", **fields}).requests("id", NO_DEFAULTS)
+    assert asked.prompt_logprobs == 1
 
 
 def in_bytes(text: str) -> tuple[ScoredToken, ...]:

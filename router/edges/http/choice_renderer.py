@@ -223,7 +223,8 @@ class CompletionRenderer(ChoiceRenderer[CompletionRequest]):
         if not self.echoes:
             return delta
         echo = self.echoes[delta.index // self._body.n]
-        scores = delta.prompt_logprobs if self._body.logprobs is not None else ()
+        count = self._body.logprobs
+        scores = () if count is None else tuple(each.first(count) for each in delta.prompt_logprobs)
         # The prompt's tokens end where its text ends. The start is below 0 if the first token is
         # not part of the text.
         given = b"".join(each.chosen.data for each in scores).decode(errors="replace")
@@ -241,8 +242,9 @@ class CompletionRenderer(ChoiceRenderer[CompletionRequest]):
         }
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        if delta.prompt_logprobs and self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [*map(_by_id, delta.prompt_logprobs)]
+        if delta.prompt_logprobs and (count := self._body.prompt_logprobs) is not None:
+            shown = (each.first(count) for each in delta.prompt_logprobs)
+            choice["prompt_logprobs"] = [*map(_by_id, shown)]
         return choice
 
     def _chunk_choice(

@@ -265,7 +265,7 @@ class CompletionRequest(ChoicesRequest):
             raise InvalidRequest(
                 f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
             )
-        echoed = self.logprobs if self.echo else None
+        scores = (self.prompt_logprobs, self.logprobs if self.echo else None)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest("max_tokens 0 needs echo or prompt_logprobs", field="max_tokens")
         request = self._first(
@@ -275,7 +275,7 @@ class CompletionRequest(ChoicesRequest):
             DEFAULT_TOKENS,
             add_special_tokens=self.add_special_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=echoed if self.prompt_logprobs is None else self.prompt_logprobs,
+            prompt_logprobs=max((each for each in scores if each is not None), default=None),
         )
         others = (
             dataclasses.replace(request, prompt=prompt, sampling=self._sampling(defaults))
