@@ -4,6 +4,9 @@ For each module that it adds to, an adapter has A [rank, inputs] and B [outputs,
 keeps several modules as one layer (qkv, gate and up), their As are stacked, and each B gets its own
 rows and columns of one matrix. Rows are arranged and split as those of the model's weights. B
 includes the scale.
+
+An adapter of a multimodal model names the layers of its text model differently, and may have
+tensors for other towers. Text does not pass through those, so their tensors are not read.
 """
 
 from __future__ import annotations
@@ -30,10 +33,22 @@ from baton.kernels.experts import MLP
 from baton.kernels.linear import AnyLinear
 from baton.kernels.low_rank import AdapterProducts, LatentLowRank, LowRank
 
+_TEXT_MODEL = r"((model|language_model|text_model)\.)*"
 _TENSOR = re.compile(
-    r"(base_model\.model\.)?(?P<module>.*layers\.(?P<layer>\d+)\.(?P<name>.+))"
+    rf"(base_model\.model\.)?(?P<module>{_TEXT_MODEL}layers\.(?P<layer>\d+)\.(?P<name>.+))"
     r"\.lora_(?P<side>[AB])(\.default)?\.weight"
 )
+_OTHER_TOWER = re.compile(
+    rf"(?!(base_model\.model\.)?{_TEXT_MODEL}(layers|embed_tokens|lm_head)\.).+\.lora_.+"
+)
+
+
+class StoredPair(NamedTuple):
+    """A module's name in the model that the adapter was made for, and its tensors' names."""
+
+    module: str  # such as "model.language_model.layers.0.self_attn.q_proj"
+    a: str
+    b: str
 
 
 class ModulePlace(NamedTuple):
@@ -94,72 +109,88 @@ def _read(folder: Path, config: AdapterConfig, model: Model, split: Split) -> It
     places = {(place.number, _short(place.module)): place for place in places_of(model)}
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            names = _names(list(file.keys()))
-            _check_complete(config, places, names)
-            for key, sides in names.items():
-                yield _pair(places[key], config, split, *(file.get_tensor(n) for n in sides))
+            stored = _stored_pairs(list(file.keys()))
+            _check_complete(config, places, stored)
+            for key, (module, a, b) in stored.items():
+                tensors = file.get_tensor(a), file.get_tensor(b)
+                yield _pair(places[key], module, config, split, *tensors)
     except FileNotFoundError as error:
         raise AdapterMissing(f"{folder} holds no adapter: it has no {WEIGHTS_FILE}") from error
     except (OSError, SafetensorError) as error:
         raise InvalidAdapter(f"cannot read {folder / WEIGHTS_FILE}: {error}") from error
 
 
-def _names(tensors: list[str]) -> dict[tuple[int, str], tuple[str, str]]:
-    """Returns the names of tensors A and B for each layer and module."""
-    found: dict[tuple[int, str], dict[str, str]] = {}
-    for tensor in tensors:
-        match = _TENSOR.fullmatch(tensor)
-        if match is None:
-            raise InvalidAdapter(
-                f"tensor {tensor} is not supported: adapters add to linear layers of the decoder"
-            )
-        found.setdefault((int(match["layer"]), match["name"]), {})[match["side"]] = tensor
+def _stored_pairs(tensors: list[str]) -> dict[tuple[int, str], StoredPair]:
+    """Returns the tensors of the text model for each layer and module."""
+    found: dict[tuple[int, str], dict[str, re.Match[str]]] = {}
+    for match in filter(None, map(_of_text_model, tensors)):
+        sides = found.setdefault((int(match["layer"]), match["name"]), {})
+        other = sides.setdefault(match["side"], match)
+        if other is not match:
+            raise InvalidAdapter(f"tensors {other.string} and {match.string} are for one module")
     for sides in found.values():
         if len(sides) == 1:
             (only,) = sides.values()
-            raise InvalidAdapter(f"tensor {only} lacks its counterpart")
-    return {key: (sides["A"], sides["B"]) for key, sides in found.items()}
+            raise InvalidAdapter(f"tensor {only.string} lacks its counterpart")
+    if tensors and not found:
+        raise InvalidAdapter(f"the adapter has no tensors of the text model, only {tensors[0]}, …")
+    return {
+        key: StoredPair(sides["A"]["module"], sides["A"].string, sides["B"].string)
+        for key, sides in found.items()
+    }
+
+
+def _of_text_model(tensor: str) -> re.Match[str] | None:
+    """None for a tensor of another tower."""
+    match = _TENSOR.fullmatch(tensor)
+    if match is None and not _OTHER_TOWER.fullmatch(tensor):
+        raise InvalidAdapter(
+            f"tensor {tensor} is not supported: adapters add to linear layers of the decoder"
+        )
+    return match
 
 
 def _check_complete(
     config: AdapterConfig,
     places: dict[tuple[int, str], ModulePlace],
-    names: dict[tuple[int, str], tuple[str, str]],
+    stored: dict[tuple[int, str], StoredPair],
 ) -> None:
-    for key, (tensor, _) in names.items():
+    if not stored:
+        raise InvalidAdapter("the adapter has no tensors")
+    for key, pair in stored.items():
         if key not in places:
             known = ", ".join(sorted({name for _, name in places}))
-            raise InvalidAdapter(f"the model has no place for tensor {tensor}; it has {known}")
+            raise InvalidAdapter(f"the model has no place for tensor {pair.a}; it has {known}")
+    text_model, *_ = next(iter(stored.values())).module.partition("layers.")
     for key, place in places.items():
-        if config.targets(place.module, place.number) and key not in names:
-            raise InvalidAdapter(f"the adapter lacks the tensors of {place.module}")
-    if not names:
-        raise InvalidAdapter("the adapter has no tensors")
+        module = text_model + place.module.removeprefix("model.")
+        if config.targets(module, place.number) and key not in stored:
+            raise InvalidAdapter(f"the adapter lacks the tensors of {module}")
 
 
 def _pair(
-    place: ModulePlace, config: AdapterConfig, split: Split, a: Tensor, b: Tensor
+    place: ModulePlace, module: str, config: AdapterConfig, split: Split, a: Tensor, b: Tensor
 ) -> LowRankPair:
     """Checks A and B and returns this rank's part of them."""
-    rank, inputs = config.scales.rank(place.module), place.layer.weight.shape[1]
+    rank, inputs = config.scales.rank(module), place.layer.weight.shape[1]
     split = Split() if place.whole else split
     over = (1, split.size) if place.summed else (split.size, 1)
     wanted = {"A": (a, (rank, inputs * over[1])), "B": (b, (place.outputs * over[0], rank))}
     for side, (tensor, shape) in wanted.items():
         if tensor.shape != shape:
             raise InvalidAdapter(
-                f"{side} of {place.module} has shape {list(tensor.shape)}, not {list(shape)}"
+                f"{side} of {module} has shape {list(tensor.shape)}, not {list(shape)}"
             )
         if tensor.dtype not in FLOATS:
-            raise InvalidAdapter(f"{side} of {place.module} is {tensor.dtype}, not a float")
+            raise InvalidAdapter(f"{side} of {module} is {tensor.dtype}, not a float")
         if not tensor.isfinite().all():
-            raise InvalidAdapter(f"{side} of {place.module} has values that are not finite")
+            raise InvalidAdapter(f"{side} of {module} has values that are not finite")
     if place.summed:
         a = a.narrow(1, split.rank * inputs, inputs)
     else:
         whole = torch.split(b, [size * split.size for size in place.parts])
         b = torch.cat([part.chunk(split.size)[split.rank] for part in whole])
-    b = b.float() * config.scales.scale(place.module)
+    b = b.float() * config.scales.scale(module)
     return LowRankPair(place, a, place.arrange(b) if place.arrange else b)
 
 
