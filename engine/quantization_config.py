@@ -60,6 +60,8 @@ def _compressed_tensors(stated: ModelConfig) -> Quantization:
     groups = stated.nested("config_groups")
     for name in groups.values:
         group = groups.nested(name)
+        if "weights" not in group:  # only activations, such as those of attention
+            continue
         kept_as = group.get("format", str, stated.get("format", str, "unknown"))
         if kept_as not in FORMATS:
             _refuse(f"in format {kept_as!r}")

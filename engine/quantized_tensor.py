@@ -39,11 +39,13 @@ PARTS = (
 )
 """The parts of one weight; a module with any but the first is quantized."""
 
-NOT_USED = (
-    *("input_scale", "input_zero_point", "activation_scale", "output_scale", "output_zero_point"),
-    *("q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point"),
-)
-"""Scales of activations, keys and values, which stay as they are computed."""
+NOT_USED = {
+    f"{what}_{part}"
+    for what in ("input", "output", "activation", "q", "k", "v", "kv", "prob")
+    for part in ("scale", "zero_point", "global_scale")
+}
+"""Scales and zero points of activations, queries, keys and values, such as k_scale: these stay as
+they are computed."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16

@@ -132,22 +132,41 @@ def test_two_ranks_dequantize_their_parts(family: str, name: str, tmp_path: Path
 def test_biases_of_zeros_that_quantizers_store_change_nothing(tmp_path: Path) -> None:
     """GPTQ's write them for layers without biases too."""
     oracle = save_quantized("gptq", tmp_path)
-    file, bias = tmp_path / "model-1.safetensors", "model.layers.0.mlp.down_proj.bias"
-    held = load_file(file)
+    bias = "model.layers.0.mlp.down_proj.bias"
     zeros = torch.zeros(oracle.config.hidden_size, dtype=torch.float16)
-    for module in ("model.layers.0.mlp.down_proj", "model.layers.2.self_attn.o_proj"):
-        held[f"{module}.bias"] = zeros.clone()
-    save_file(held, file)
-    index = tmp_path / "model.safetensors.index.json"
-    stated = json.loads(index.read_text())
-    stated["weight_map"] |= dict.fromkeys(held, file.name)
-    index.write_text(json.dumps(stated))
+    add_tensors(tmp_path, {bias: zeros, "model.layers.2.self_attn.o_proj.bias": zeros.clone()})
     answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
-    held[bias][3] = 1.0
-    save_file(held, file)
+    zeros[3] = 1.0
+    add_tensors(tmp_path, {bias: zeros})
     with pytest.raises(InvalidCheckpoint, match=rf"no place for tensor {bias} \(1 such"):
         load(tmp_path)
+
+
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Adds tensors to the first file of `save_quantized`, or replaces them."""
+    file, index = folder / "model-1.safetensors", folder / "model.safetensors.index.json"
+    save_file(load_file(file) | tensors, file)
+    stated = json.loads(index.read_text())
+    stated["weight_map"] |= dict.fromkeys(tensors, file.name)
+    index.write_text(json.dumps(stated))
+
+
+def test_quantized_attention_beside_quantized_weights_stays_as_it_is_computed(
+    tmp_path: Path,
+) -> None:
+    """As compressed-tensors writes it: a group without weights, and the scales of attention."""
+    oracle = save_quantized("fp8-by-channel", tmp_path)
+    stated = dict(FORMATS["fp8-by-channel"].config)
+    attention = {"targets": ["LlamaAttention"], "format": "dense", "weights": None}
+    attention |= {"input_activations": {"num_bits": 8, "type": "float", "dynamic": False}}
+    stated["config_groups"] = {**stated["config_groups"], "group_1": attention}  # type: ignore[dict-item]
+    change_config(tmp_path, quantization_config=stated)
+    parts = [f"{what}_{part}" for what in "qkv" for part in ("scale", "zero_point")]
+    names = [f"model.layers.{layer}.self_attn.{part}" for layer in range(3) for part in parts]
+    add_tensors(tmp_path, {name: torch.ones(1) for name in names})
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
+    assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 
 def test_the_head_may_be_quantized_too(tmp_path: Path) -> None:
