@@ -41,6 +41,8 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.model_store import (
+    GPTQ_FILE,
+    MODELOPT_FILE,
     WEIGHT_FILE,
     WEIGHT_INDEX,
     Report,
@@ -57,6 +59,8 @@ TEXT_FILES = (
     "config.json",
     "adapter_config.json",  # a model that has one is refused
     "generation_config.json",
+    MODELOPT_FILE,
+    GPTQ_FILE,
     WEIGHT_INDEX,
     "tokenizer.json",
     "tokenizer.model",

@@ -44,6 +44,10 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
+MODELOPT_FILE = "hf_quant_config.json"
+GPTQ_FILE = "quantize_config.json"
+"""Older quantizers write these instead of a `quantization_config`."""
+
 GRIDS_FILE = "grids.baton"
 """Scales and offsets of the codes that float32 weights were dequantized from, by weight, in the
 format of safetensors; the metadata has each weight's inputs. Other programs load any file that ends

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from baton.core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
-from baton.core.model_store import read_json
+from baton.core.model_store import GPTQ_FILE, MODELOPT_FILE, read_json
 from baton.engine.families import ASSUMED, FAMILIES, Family
 
 OPTIONAL = (
@@ -80,12 +80,30 @@ def read_stated(path: Path) -> ModelConfig:
     """Reads a config.json, without a family's values."""
     if not path.is_file():
         raise ModelNotFound(f"no model in {path.parent}: it has no config.json")
-    config = ModelConfig(read_json(path))
+    values = read_json(path)
+    config = ModelConfig(values | _older_quantization(path.parent, values))
     for key in LAYER_COUNTS:
         layers = config.values.get(key)
         if isinstance(layers, int) and layers > MAX_LAYERS:
             raise InvalidConfig(f"config.json: {key!r} must be at most {MAX_LAYERS}", field=key)
     return config
+
+
+def _older_quantization(folder: Path, values: dict[str, object]) -> dict[str, object]:
+    """The `quantization_config` that a quantizer wrote under its old key or in a file of its own;
+    empty for other models."""
+    if values.get("quantization_config"):
+        return {}
+    modelopt = ModelConfig(read_json(folder / MODELOPT_FILE), MODELOPT_FILE)
+    older = {
+        "compressed-tensors": ModelConfig(values).nested("compression_config").values,
+        "modelopt": modelopt.nested("quantization").values,
+        "gptq": read_json(folder / GPTQ_FILE),
+    }
+    for method, stated in older.items():
+        if stated:
+            return {"quantization_config": {**stated, "quant_method": method}}
+    return {}
 
 
 def read_config(path: Path) -> tuple[str, Family, ModelConfig]:

@@ -1,8 +1,8 @@
 """Parses how a checkpoint keeps quantized weights: the quantization_config of its config.json.
 
-Which weights are quantized is not parsed: a module that `ignore` or `modules_to_not_convert` names
-has a plain tensor in the checkpoint, and the others have codes and scales
-(engine/quantized_tensor.py).
+Which weights are quantized is not parsed: a module that `ignore`, `exclude_modules` or
+`modules_to_not_convert` names has a plain tensor in the checkpoint, and the others have codes and
+scales (engine/quantized_tensor.py).
 """
 
 from __future__ import annotations
@@ -99,6 +99,13 @@ def _fp8(stated: ModelConfig) -> Quantization:
     return Quantization("fp8", block=_sizes(stated, "weight_block_size") if blocks else None)
 
 
+def _modelopt(stated: ModelConfig) -> Quantization:
+    algorithm = stated.get("quant_algo", str)
+    if algorithm != "FP8":
+        _refuse(f"of modelopt in {algorithm}", ", only FP8")
+    return Quantization("fp8")
+
+
 def _awq(stated: ModelConfig) -> Quantization:
     layout = stated.get("version", str, stated.get("format", str, "gemm")).lower()
     if layout != "gemm":
@@ -130,6 +137,7 @@ def _gptq(stated: ModelConfig) -> Quantization:
 PARSERS = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "modelopt": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
 }

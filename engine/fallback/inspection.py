@@ -99,9 +99,10 @@ def read_class(folder: Path) -> tuple[Any, Any]:
     if gguf_files(folder):
         raise UnsupportedModel("a GGUF file runs natively, not through transformers")
     stated = read_stated(folder / "config.json")
-    for key in ("quantization_config", "transformers_weights"):
-        if key in stated:
-            raise UnsupportedModel(f"config.json: {key} is not supported through transformers")
+    if "quantization_config" in stated:
+        raise UnsupportedModel("quantized checkpoints are not supported through transformers")
+    if "transformers_weights" in stated:
+        raise UnsupportedModel("config.json: transformers_weights is not supported")
     kind, names = stated.get("model_type", str, ""), stated.get("architectures", list, [])
     config = _read_config(folder, kind)
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

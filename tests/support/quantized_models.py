@@ -75,7 +75,7 @@ def _bytes(
         else:
             codes, size = torch.randn(outputs, inputs, generator=generator).to(dtype), 0.3
         high, wide = -(-outputs // BLOCK[0]), -(-inputs // BLOCK[1])
-        shape = {"tensor": (1,), "channel": (outputs, 1), "block": (high, wide)}[by]
+        shape = {"scalar": (), "tensor": (1,), "channel": (outputs, 1), "block": (high, wide)}[by]
         scales = _scales(shape, size, generator).to(
             torch.float32 if scale == "weight_scale_inv" else torch.bfloat16
         )
@@ -258,6 +258,10 @@ def formats(size: int) -> dict[str, QuantizedFormat]:
         ),
         "fp8-static": QuantizedFormat(
             _other("fp8", activation_scheme="static"), _bytes(_E4M3, "tensor", static=True)
+        ),
+        "modelopt": QuantizedFormat(
+            _other("modelopt", quant_algo="FP8", kv_cache_quant_algo="FP8", ignore=["lm_head"]),
+            _bytes(_E4M3, "scalar", static=True),
         ),
         "awq": QuantizedFormat(
             _other("awq", version="gemm", zero_point=True, **gptq),

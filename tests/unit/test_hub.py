@@ -36,6 +36,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A model's files, and others that hubs have beside them."""
     folder = tmp_path_factory.mktemp("model")
     save_text_model(folder)
+    (folder / "hf_quant_config.json").write_text("{}")
+    (folder / "quantize_config.json").write_text("{}")
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
     return found | dict.fromkeys(NEVER, b"never to be downloaded")
 

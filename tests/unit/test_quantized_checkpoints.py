@@ -169,6 +169,51 @@ def test_quantized_attention_beside_quantized_weights_stays_as_it_is_computed(
     assert answers == choices_of_transformers(oracle, PROMPTS, answers)
 
 
+def write_in_a_file(folder: Path, name: str, content: dict[str, object]) -> None:
+    (folder / name).write_text(json.dumps(content))
+    change_config(folder, quantization_config=None)
+
+
+def test_modelopts_own_file_means_the_same_as_a_quantization_config(tmp_path: Path) -> None:
+    oracle = save_quantized("modelopt", tmp_path)
+    stated = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    producer = {"name": "modelopt", "version": "0.29.0"}
+    content: dict[str, object] = {"producer": producer, "quantization": stated}
+    write_in_a_file(tmp_path, "hf_quant_config.json", content)
+    scales = {f"model.layers.{layer}.self_attn.k_proj.k_scale": torch.ones(()) for layer in (0, 1)}
+    add_tensors(tmp_path, scales)
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
+    assert answers == choices_of_transformers(oracle, PROMPTS, answers)
+
+
+def test_gptqs_own_file_means_the_same_as_a_quantization_config(tmp_path: Path) -> None:
+    oracle = save_quantized("gptq-8-bits", tmp_path)
+    stated = {"bits": 8, "group_size": GROUP, "sym": False, "desc_act": True, "damp_percent": 0.1}
+    write_in_a_file(tmp_path, "quantize_config.json", stated)
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
+    assert answers == choices_of_transformers(oracle, PROMPTS, answers)
+
+
+def test_a_compression_config_is_a_quantization_config_of_compressed_tensors(
+    tmp_path: Path,
+) -> None:
+    oracle = save_quantized("int4-asymmetric", tmp_path)
+    stated = FORMATS["int4-asymmetric"].config
+    change_config(tmp_path, quantization_config=None, compression_config=stated)
+    answers = serve(load(tmp_path), PROMPTS, ANSWER, chunk=16)
+    assert answers == choices_of_transformers(oracle, PROMPTS, answers)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A8_AWQ", "FP8_PB_WO", "MIXED_PRECISION"])
+def test_modelopts_other_formats_are_refused_by_name(algorithm: str, tmp_path: Path) -> None:
+    """By transformers' classes too, which do not know the file."""
+    save_quantized("modelopt", tmp_path)
+    stated: dict[str, object] = {"quantization": {"quant_algo": algorithm}}
+    write_in_a_file(tmp_path, "hf_quant_config.json", stated)
+    with pytest.raises(UnsupportedModel, match=f"of modelopt in {algorithm} are not supported"):
+        read_model(tmp_path)
+
+
 def test_the_head_may_be_quantized_too(tmp_path: Path) -> None:
     oracle = save_quantized("gptq", tmp_path, TINY_MODELS["llama"].changed(vocab_size=200))
     file = tmp_path / "model-1.safetensors"
