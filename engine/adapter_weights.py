@@ -183,7 +183,7 @@ def _pair(
             )
         if tensor.dtype not in FLOATS:
             raise InvalidAdapter(f"{side} of {module} is {tensor.dtype}, not a float")
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():
             raise InvalidAdapter(f"{side} of {module} has values that are not finite")
     if place.summed:
         a = a.narrow(1, split.rank * inputs, inputs)

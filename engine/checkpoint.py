@@ -29,7 +29,7 @@ from baton.engine.quantized_tensor import OpenFile, QuantizedTensor, QuantizedWe
 from baton.kernels.exact_codes import FineGrid, fine_grid
 from baton.kernels.packed import Grid
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _MOST_HEADER_BYTES = 1 << 26
 _SAMPLES = 16
@@ -157,6 +157,8 @@ class Checkpoint:
             tensor = (cut or Cut(0, shape[0], ((0, shape[0]),))).of(tensor)
         elif cut:
             tensor = cut.of(tensor)
+        if tensor.dtype == torch.float64:  # torch rounds it to float32 first too
+            tensor = tensor.float()
         self._copy(tensor, target, arrange)
         if self._progress:
             self._progress(1.0 - len(self._remaining) / self._count)

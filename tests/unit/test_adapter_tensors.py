@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from adapters import load_now, open_pool, save_adapter
 from engine_loop import load, serve
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, choices_of_transformers, save
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
@@ -124,6 +126,32 @@ def test_an_adapter_of_other_towers_alone_is_refused(
     save_adapter(base, folder, target_modules=["q_proj"])
     rename(folder, LAYERS, TOWER)
     with pytest.raises(InvalidAdapter, match=rf"no tensors of the text model, only {TOWER}\.0"):
+        answers_with(engine, folder)
+
+
+def change_type(folder: Path, dtype: torch.dtype, factor: float = 1.0) -> None:
+    file = folder / "adapter_model.safetensors"
+    held = {name: each.to(dtype) * factor for name, each in load_file(file).items()}
+    save_file(held, file)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_adapter_of_another_precision_answers_as_peft(
+    dtype: torch.dtype, base: PreTrainedModel, engine: Engine, folder: Path
+) -> None:
+    save_adapter(base, folder)
+    change_type(folder, dtype)
+    oracle = PeftModel.from_pretrained(base, str(folder)).eval()
+    answers = answers_with(engine, folder)
+    assert answers == choices_of_transformers(oracle, PROMPTS, answers)
+
+
+def test_numbers_too_large_for_float32_are_refused(
+    base: PreTrainedModel, engine: Engine, folder: Path
+) -> None:
+    save_adapter(base, folder)
+    change_type(folder, torch.float64, factor=1e100)
+    with pytest.raises(InvalidAdapter, match="values that are not finite"):
         answers_with(engine, folder)
 
 

@@ -49,8 +49,10 @@ def test_a_sharded_checkpoint_answers_as_transformers_does(tmp_path: Path) -> No
     assert answer(load(tmp_path), PROMPT, 12) == generate_with_transformers(oracle, PROMPT, 12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_checkpoint_runs_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_checkpoint_of_another_precision_runs_in_float32(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     save(TINY_MODELS["llama"], tmp_path).to(dtype).save_pretrained(tmp_path)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert answer(load(tmp_path), PROMPT, 12) == generate_with_transformers(oracle, PROMPT, 12)

@@ -35,7 +35,7 @@ def stored(folder: Path, **tensors: torch.Tensor) -> Checkpoint:
     return Checkpoint(folder, upload=Upload(DEVICE))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (700,), (3, 5), (70, 64), (2, 90, 31), (3, 2, 5000)])
 def test_a_tensor_of_any_shape_and_type_is_copied_whole(
     tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
