@@ -27,6 +27,7 @@ from baton.core import model_store
 from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from baton.core.config import Config
 from baton.core.errors import AdapterMissing, InvalidAdapter, ModelNotFound
+from baton.core.lfs_pointer import is_lfs_pointer
 from baton.core.model_store import HubName, hub_name
 from baton.core.types import Adapter
 
@@ -131,13 +132,21 @@ def digest_of(folder: Path) -> bytes:
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"baton-adapter")
     digest.update(json.dumps(scales, sort_keys=True).encode() + b"\n")
     try:
-        with (folder / WEIGHTS_FILE).open("rb") as weights:
+        with weights_of(folder).open("rb") as weights:
             while block := weights.read(_BLOCK_BYTES):
                 digest.update(block)
     except OSError as error:
         reason = error.strerror or str(error)
         raise AdapterMissing(f"cannot read {folder / WEIGHTS_FILE}: {reason}") from error
     return digest.digest()
+
+
+def weights_of(folder: Path) -> Path:
+    """The file of an adapter's weights. Raises AdapterMissing for a pointer of Git LFS."""
+    file = folder / WEIGHTS_FILE
+    if is_lfs_pointer(file):
+        raise AdapterMissing(f"{file} is a pointer of Git LFS; run `git lfs pull`")
+    return file
 
 
 def check_location(location: str, allowed: Iterable[str]) -> None:

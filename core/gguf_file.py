@@ -21,12 +21,12 @@ from gguf.quants import dequantize
 
 from baton.core.errors import InvalidCheckpoint, UnsupportedModel
 from baton.core.gguf_grids import grid_of_blocks
+from baton.core.lfs_pointer import is_lfs_pointer
 
 Values = npt.NDArray[np.float32]
 Field = TypeVar("Field", str, int, float, bool, list[str], list[int], list[float])
 
 _MAGIC = b"GGUF"
-_LFS = b"version https://git-lfs"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _AT_ONCE = 1 << 22
@@ -130,6 +130,8 @@ class _Header:
     """Parses one file up to its data."""
 
     def __init__(self, path: Path) -> None:
+        if is_lfs_pointer(path):
+            raise ValueError("it is a pointer of Git LFS; run `git lfs pull`")
         with path.open("rb") as file:
             self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 4
@@ -154,8 +156,6 @@ class _Header:
             raise ValueError(f"it has {len(self._file):,} of {end:,} bytes")
 
     def _check_version(self) -> None:
-        if self._file[: len(_LFS)] == _LFS:
-            raise ValueError("it is a pointer of Git LFS; run `git lfs pull`")
         version = self._scalar("I") if self._file[:4] == _MAGIC else 0
         if version.to_bytes(4, "big")[0] in _VERSIONS:
             raise ValueError("it is big-endian; convert it for this machine")

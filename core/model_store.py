@@ -28,6 +28,7 @@ from baton.core.errors import (
     NotServed,
     UnsupportedModel,
 )
+from baton.core.lfs_pointer import is_lfs_pointer
 from baton.core.made_folder import Manifest, is_made, make_folder
 
 EMBEDDED = "embedded"
@@ -240,6 +241,12 @@ def weight_files(folder: Path) -> list[str]:
         if path.is_absolute() or ".." in path.parts:
             raise InvalidCheckpoint(f"{index} names {str(path)!r}, a file outside its folder")
     return names
+
+
+def check_pulled(file: Path) -> None:
+    """Raises InvalidCheckpoint for a pointer of Git LFS."""
+    if is_lfs_pointer(file):
+        raise InvalidCheckpoint(f"{file} is a pointer of Git LFS; run `git lfs pull`")
 
 
 def read_json(path: Path) -> dict[str, object]:

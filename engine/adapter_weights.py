@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.core.adapter_config import WEIGHTS_FILE, AdapterConfig, read_adapter_config
-from baton.core.adapter_store import digest_of, locate_files
+from baton.core.adapter_store import digest_of, locate_files, weights_of
 from baton.core.errors import AdapterMissing, InvalidAdapter
 from baton.core.types import Adapter
 from baton.engine.architecture import Architecture, Split
@@ -108,7 +108,7 @@ def read_pairs(adapter: Adapter, model: Model, split: Split) -> Iterator[LowRank
 def _read(folder: Path, config: AdapterConfig, model: Model, split: Split) -> Iterator[LowRankPair]:
     places = {(place.number, _short(place.module)): place for place in places_of(model)}
     try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        with safe_open(weights_of(folder), framework="pt") as file:
             stored = _stored_pairs(list(file.keys()))
             _check_complete(config, places, stored)
             for key, (module, a, b) in stored.items():

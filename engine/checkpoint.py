@@ -21,7 +21,13 @@ from torch import Tensor
 
 from baton.core.errors import InvalidCheckpoint, ModelNotFound
 from baton.core.gguf_model import GgufWeights
-from baton.core.model_store import GRIDS_FILE, WEIGHT_FILE, WEIGHT_INDEX, weight_files
+from baton.core.model_store import (
+    GRIDS_FILE,
+    WEIGHT_FILE,
+    WEIGHT_INDEX,
+    check_pulled,
+    weight_files,
+)
 from baton.engine.architecture import Split
 from baton.engine.gpu.upload import Upload
 from baton.engine.quantization_config import Quantization
@@ -208,6 +214,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelNotFound(f"{folder} lacks the weight file {missing[0]} (safetensors only)")
+    for file in files:
+        check_pulled(file)
     return files
 
 

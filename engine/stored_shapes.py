@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import InvalidCheckpoint
-from baton.core.model_store import weight_files
+from baton.core.model_store import check_pulled, weight_files
 from baton.engine.architecture import Architecture
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -47,6 +47,7 @@ def check_stored(folder: Path, architecture: Architecture) -> None:
 
 def read_shapes(file: Path) -> Shapes:
     """The shape of each tensor. Raises InvalidCheckpoint."""
+    check_pulled(file)
     try:
         with safe_open(file, framework="numpy") as opened:
             names: list[str] = opened.keys()

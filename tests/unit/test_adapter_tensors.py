@@ -14,7 +14,7 @@ from tiny_models import TINY_MODELS, choices_of_transformers, save
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from baton.core.adapter_store import find_adapter
-from baton.core.errors import InvalidAdapter
+from baton.core.errors import AdapterMissing, InvalidAdapter
 from baton.engine.engine import Engine
 
 PROMPTS = [[(7 * place * place + 3) % 190 for place in range(20)]]
@@ -153,6 +153,20 @@ def test_numbers_too_large_for_float32_are_refused(
     change_type(folder, torch.float64, factor=1e100)
     with pytest.raises(InvalidAdapter, match="values that are not finite"):
         answers_with(engine, folder)
+
+
+def test_a_pointer_of_git_lfs_is_called_so(
+    base: PreTrainedModel, engine: Engine, folder: Path
+) -> None:
+    """When the adapter is added, and when a worker loads it from its own folder."""
+    save_adapter(base, folder)
+    adapter, file = find_adapter(str(folder)), folder / "adapter_model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    message = f"{file} is a pointer of Git LFS; run `git lfs pull`"
+    with pytest.raises(AdapterMissing, match=message):
+        find_adapter(str(folder))
+    with pytest.raises(AdapterMissing, match=message):
+        load_now(open_pool(engine), adapter)
 
 
 @pytest.mark.parametrize(

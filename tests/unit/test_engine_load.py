@@ -194,6 +194,25 @@ def test_a_damaged_file_is_named(folder: Path) -> None:
         load(folder)
 
 
+@pytest.fixture
+def pointer(folder: Path) -> str:
+    """The message about a pointer of Git LFS instead of the weights."""
+    file = folder / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    return f"{file} is a pointer of Git LFS; run `git lfs pull`"
+
+
+def test_a_pointer_of_git_lfs_is_called_so_before_the_start(folder: Path, pointer: str) -> None:
+    with pytest.raises(InvalidCheckpoint, match=pointer):
+        prepare(parse({"model": str(folder)}))
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_a_pointer_of_git_lfs_is_not_loaded(engine: str, folder: Path, pointer: str) -> None:
+    with pytest.raises(InvalidCheckpoint, match=pointer):
+        load(folder, engine=engine)
+
+
 def test_a_folder_without_weights_is_not_a_model(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelNotFound, match=r"model.safetensors"):
