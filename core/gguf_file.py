@@ -34,7 +34,7 @@ _AT_ONCE = 1 << 22
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_BROKEN = (struct.error, ArithmeticError, LookupError, TypeError, ValueError)
+_BROKEN = (struct.error, ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,8 @@ class _Header:
         tensors, fields = self._scalar("Q"), self._scalar("Q")
         self.fields: dict[str, tuple[int, int]] = {}  # name: (type, position)
         for _ in range(fields):
-            name, kind = self._string(), self._scalar("I")
+            # Any bytes may be the name of a field that is not used.
+            name, kind = self._string("backslashreplace"), self._scalar("I")
             self.fields[name] = (kind, self._at)
             self._skip(kind)
         found = [self._tensor_info() for _ in range(tensors)]
@@ -176,6 +177,8 @@ class _Header:
         if kind != _ARRAY:
             return self._scalar(_SCALARS[kind])
         item, count = self._array()
+        if item == _ARRAY:
+            raise ValueError("it has arrays of arrays")
         if item in _SCALARS:
             return list(self._unpack(f"<{count}{_SCALARS[item]}"))
         return [self._value(item) for _ in range(count)]
@@ -196,10 +199,7 @@ class _Header:
 
     def _array(self) -> tuple[int, int]:
         """The type and the number of an array's items."""
-        item, count = self._scalar("I"), self._scalar("Q")
-        if item == _ARRAY:
-            raise ValueError("it has arrays of arrays")
-        return item, count
+        return self._scalar("I"), self._scalar("Q")
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
         name = self._string()
@@ -209,12 +209,12 @@ class _Header:
             raise ValueError(f"tensor {name} has the shape {shape[::-1]}")
         return name, shape[::-1], kind, self._scalar("Q")
 
-    def _string(self) -> str:
+    def _string(self, errors: str = "strict") -> str:
         size = self._scalar("Q")
         self._at += size
         if self._at > len(self._file):
             raise ValueError("it ends within its header")
-        return self._file[self._at - size : self._at].decode()
+        return self._file[self._at - size : self._at].decode(errors=errors)
 
     def _scalar(self, code: str) -> Any:
         return self._unpack(f"<{code}")[0]
