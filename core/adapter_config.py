@@ -111,7 +111,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 def _check(stated: dict[str, object]) -> None:
     if stated.get("peft_type") != "LORA":
         raise InvalidAdapter(f"{CONFIG_FILE}: peft_type is {stated.get('peft_type')!r}, not 'LORA'")
-    if stated.get("bias", "none") != "none":
+    if stated.get("bias") not in (None, "none"):
         raise InvalidAdapter(
             f"{CONFIG_FILE}: bias {stated['bias']!r} is not supported, only 'none'"
         )

@@ -255,6 +255,12 @@ def test_a_config_that_cannot_be_served_is_refused(
         read_adapter_config(folder)
 
 
+def test_a_null_bias_counts_as_absent_like_other_nulls(folder: Path) -> None:
+    stated = read_adapter_config(folder)
+    change_adapter_config(folder, bias=None, use_dora=None, rank_pattern=None)
+    assert read_adapter_config(folder) == stated
+
+
 BAD: dict[str, Callable[[Path], None]] = {
     "not finite": lambda folder: change_tensors(
         folder, q_proj_lora_A_weight=torch.full((4, 48), float("nan"))
