@@ -25,8 +25,6 @@ from baton.core.errors import (
     InvalidCheckpoint,
     InvalidConfig,
     ModelNotFound,
-    NotServed,
-    UnsupportedModel,
 )
 from baton.core.lfs_pointer import is_lfs_pointer
 from baton.core.made_folder import Manifest, is_made, make_folder
@@ -40,8 +38,6 @@ EMBEDDED_MANIFEST: Manifest = {"recipe": 2, "source": EMBEDDED_PACKAGE}
 """A new recipe number rebuilds the folder."""
 
 GGUF_RECIPE = 2
-
-SENTENCEPIECE_FILE = "tokenizer.model"
 
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -260,24 +256,3 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise InvalidConfig(f"{path} does not hold a JSON object")
     return content
-
-
-def tokenizer_text(folder: Path) -> str:
-    """The folder's tokenizer, in the format of tokenizer.json."""
-    if (folder / "tokenizer.json").is_file():
-        return (folder / "tokenizer.json").read_text(encoding="utf-8")
-    if (folder / SENTENCEPIECE_FILE).is_file():
-        return convert_sentencepiece(folder)
-    raise NotServed("this model has no tokenizer")
-
-
-def convert_sentencepiece(folder: Path) -> str:
-    """A folder's SENTENCEPIECE_FILE as the text of a tokenizer.json."""
-    from transformers import AutoTokenizer
-
-    try:
-        text: str = AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str()
-    except (ImportError, OSError, ValueError) as error:
-        message = f"cannot convert {folder}/{SENTENCEPIECE_FILE}: {error}"
-        raise UnsupportedModel(message) from error
-    return text

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import InvalidConfig, ModelNotFound, NotServed
+from baton.core.tokenizer_files import tokenizer_text
 from baton.engine.model_choice import (
     AnyArchitecture,
     check_kv_dtype,
@@ -136,7 +137,7 @@ def draft_settings(config: Config, main: GpuSettings) -> GpuSettings:
 def _tokens(folder: Path) -> dict[int, str]:
     """Returns the tokens of a model's tokenizer by id; empty without a tokenizer."""
     try:
-        text = model_store.tokenizer_text(folder)
+        text = tokenizer_text(folder)
     except NotServed:
         return {}
     from tokenizers import Tokenizer

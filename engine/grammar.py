@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from baton.core import model_store
 from baton.core.errors import (
     BatonError,
     Exhausted,
@@ -29,6 +28,7 @@ from baton.core.errors import (
     InvalidRequest,
     NotServed,
 )
+from baton.core.tokenizer_files import tokenizer_text
 from baton.core.types import Work
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Grammars:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ModuleNotFoundError:
             raise NotServed("grammars need llguidance, which is not installed") from None
-        text, ends = model_store.tokenizer_text(self._folder), _end_tokens(self._folder)
+        text, ends = tokenizer_text(self._folder), _end_tokens(self._folder)
         end = ends[0] if ends else None
         try:
             made = LLTokenizer(text, n_vocab=self._vocabulary_size, eos_token=end)

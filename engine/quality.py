@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from baton.core import model_store
 from baton.core.errors import InvalidConfig
+from baton.core.tokenizer_files import tokenizer_text
 from baton.core.types import AttemptKey, Logprobs, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
@@ -73,7 +73,7 @@ def measure(folder: Path, device: str, **kept: Any) -> Quality:
 
 def make_exam(folder: Path) -> Exam:
     """Makes the exam in the tokens of the model in `folder`."""
-    tokenizer = Tokenizer.from_str(model_store.tokenizer_text(folder))
+    tokenizer = Tokenizer.from_str(tokenizer_text(folder))
     tokenizer.no_truncation()
     encode = partial(tokenizer.encode, add_special_tokens=False)
     tokens: list[int] = tokenizer.encode("").ids  # the first token, if the model has one

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from baton.core import model_store
+from baton.core import model_store, tokenizer_files
 from baton.core.errors import (
     InvalidCheckpoint,
     InvalidRequest,
@@ -238,8 +238,8 @@ class TextFiles:
         truncation and padding."""
         if (self._folder / "tokenizer.json").is_file():
             made = _read_tokenizer(self._folder / "tokenizer.json")
-        elif (self._folder / model_store.SENTENCEPIECE_FILE).is_file():
-            made = Tokenizer.from_str(model_store.convert_sentencepiece(self._folder))
+        elif (self._folder / tokenizer_files.SENTENCEPIECE_FILE).is_file():
+            made = Tokenizer.from_str(tokenizer_files.convert_sentencepiece(self._folder))
         else:
             return None
         made.no_truncation()

@@ -15,7 +15,7 @@ import pytest
 from text_model import save_sentencepiece_model, save_text_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from baton.core import model_store
+from baton.core import model_store, tokenizer_files
 from baton.core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
 from baton.core.types import ChatPrompt, Message, Request, Sampling
 from baton.router.answers.tool_formats import HERMES, MISTRAL
@@ -300,6 +300,21 @@ def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
     assert text.decode(ids) == "The lazy fox 界"
     streamed = text.detokenizer()
     assert "".join([*(streamed.push([i]) for i in ids), streamed.flush()]) == "The lazy fox 界"
+
+
+def test_code_that_comes_with_a_model_is_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_sentencepiece_model(tmp_path)
+    classes = {"AutoTokenizer": ["code.Own", None]}
+    config = {"tokenizer_class": "Own", "auto_map": classes}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('the code has run')")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    for load in (Text.load, tokenizer_files.tokenizer_text):
+        with pytest.raises(UnsupportedModel, match="is never run") as refused:
+            load(tmp_path)
+        assert "\n" not in refused.value.message
 
 
 def test_marks_of_calls_and_thoughts_are_text_only_where_they_are_wanted(tmp_path: Path) -> None:
