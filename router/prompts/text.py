@@ -8,20 +8,13 @@ token ids only.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
-from baton.core import model_store, tokenizer_files
-from baton.core.errors import (
-    InvalidCheckpoint,
-    InvalidRequest,
-    PromptTooLong,
-    TokenOutOfRange,
-    UnsupportedModel,
-)
+from baton.core.errors import InvalidRequest, PromptTooLong, TokenOutOfRange
 from baton.core.page_keys import PageNaming
 from baton.core.types import ChatPrompt, Prompt, Request
 from baton.router.answers.answer_format import PLAIN, AnswerFormat, answer_format
@@ -32,9 +25,7 @@ from baton.router.answers.detokenizer import (
     special_ids,
 )
 from baton.router.prompts.chat_template import ChatTemplate
-
-_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+from baton.router.prompts.text_files import TextFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,90 +209,6 @@ class Text:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
 
-class TextFiles:
-    """Reads what a model folder's files say about text. A missing file counts as empty."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._tokenizer_config = model_store.read_json(folder / "tokenizer_config.json")
-        if "added_tokens_decoder" not in self._tokenizer_config:
-            # Older versions of transformers wrote special tokens to another file.
-            self._tokenizer_config |= model_store.read_json(folder / "special_tokens_map.json")
-        self._generation_config = model_store.read_json(folder / "generation_config.json")
-        config = model_store.read_json(folder / "config.json")
-        # A multimodal model has its language model's keys in text_config.
-        inner = config.get("text_config")
-        self._config = {**config, **inner} if isinstance(inner, dict) else config
-
-    def tokenizer(self) -> Tokenizer | None:
-        """Returns the tokenizer of tokenizer.json, with the tokens that other files add and without
-        truncation and padding."""
-        if (self._folder / "tokenizer.json").is_file():
-            made = _read_tokenizer(self._folder / "tokenizer.json")
-        elif (self._folder / tokenizer_files.SENTENCEPIECE_FILE).is_file():
-            made = Tokenizer.from_str(tokenizer_files.convert_sentencepiece(self._folder))
-        else:
-            return None
-        made.no_truncation()
-        made.no_padding()
-        made.add_tokens(self._added_tokens())  # keeps known tokens as they are
-        made.encode_special_tokens = self._tokenizer_config.get("split_special_tokens") is True
-        return made
-
-    def _added_tokens(self) -> list[AddedToken]:
-        """Returns tokens of files other than tokenizer.json, in the order of the ids that
-        transformers gives them."""
-        config = self._tokenizer_config
-        special = [config.get(f"{each}_token") for each in SPECIAL_TOKENS]
-        for name in ("additional_special_tokens", "extra_special_tokens"):
-            listed = config.get(name)
-            special += listed if isinstance(listed, list) else []
-        texts = {_token_text(each) for each in special}
-        decoder = config.get("added_tokens_decoder")
-        if isinstance(decoder, dict):
-            numbered = [decoder[number] for number in sorted(decoder, key=_padded)]
-        else:
-            added = model_store.read_json(self._folder / "added_tokens.json")
-            numbered = sorted(added, key=lambda text: _padded(added[text]))
-        tokens = [_added_token(each, special=_token_text(each) in texts) for each in numbered]
-        tokens += [_added_token(each, special=True) for each in special]
-        return [token for token in tokens if token.content]
-
-    def special_tokens(self) -> dict[str, str]:
-        """Returns the texts of bos_token, eos_token and so on, as far as they are set."""
-        names = [f"{each}_token" for each in SPECIAL_TOKENS]
-        written = {name: self._tokenizer_config.get(name) for name in names}
-        return {name: text for name, token in written.items() if (text := _token_text(token))}
-
-    def chat_template(self) -> str | None:
-        alone = self._folder / "chat_template.jinja"
-        if alone.is_file():
-            return alone.read_text(encoding="utf-8")
-        legacy = model_store.read_json(self._folder / "chat_template.json")
-        template = self._tokenizer_config.get("chat_template") or legacy.get("chat_template")
-        if isinstance(template, list):
-            return dict(_named_templates(template)).get("default")
-        return template if isinstance(template, str) else None
-
-    def eos_token_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
-        """Returns the end tokens of the generation config, or else of the model config, plus the
-        tokenizer's own, with which chat models close a turn."""
-        written = self._generation_config.get("eos_token_id")
-        if written is None:
-            written = self._config.get("eos_token_id")
-        ids = set(written if isinstance(written, list) else [written])
-        if tokenizer is not None:
-            ids.add(tokenizer.token_to_id(self.special_tokens().get("eos_token", "")))
-        return frozenset(ids - {None})
-
-    def vocabulary_size(self) -> int:
-        """Returns the model's number of token ids; the tokenizer may use fewer."""
-        size = self._config.get("vocab_size")
-        if not isinstance(size, int):
-            raise UnsupportedModel(f"{self._folder}/config.json does not say vocab_size")
-        return size
-
-
 def _tag_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
     """Added tokens such as <tool_call> and </think>, which many models do not call special:
     llguidance does."""
@@ -310,35 +217,3 @@ def _tag_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(
         token_id for token_id, text in texts.items() if text[:1] == "<" and text[-1:] == ">"
     )
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower type
-        raise InvalidCheckpoint(f"{path} is not a tokenizer: {error}") from error
-
-
-def _token_text(token: object) -> str:
-    """Returns the text of a special token, which is written as text or as an object."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else ""
-
-
-def _added_token(token: object, *, special: bool) -> AddedToken:
-    written = token if isinstance(token, dict) else {}
-    flags = {name: bool(written[name]) for name in _TOKEN_FLAGS if name in written}
-    special = special or bool(written.get("special"))
-    return AddedToken(_token_text(token), special=special, **flags)
-
-
-def _padded(number: object) -> str:
-    """Returns a key that sorts numbers, and tolerates anything else in a file."""
-    return str(number).zfill(9)
-
-
-def _named_templates(templates: list[object]) -> Iterator[tuple[str, str]]:
-    for entry in templates:
-        match entry:
-            case {"name": str(name), "template": str(source)}:
-                yield name, source
