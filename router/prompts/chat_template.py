@@ -48,6 +48,38 @@ _TEMPLATE_ERRORS = (
 )
 
 
+class ChatTemplates:
+    """A model's chat templates by name. As in transformers, `tool_use` renders chats with tools and
+    `default` all others; a template that is the only one renders any chat."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._names = sorted(sources)
+        self.source = _chosen(sources, "default")
+        self.source_with_tools = _chosen(sources, "tool_use", "default")
+        used = [each for each in (self.source, self.source_with_tools) if each is not None]
+        self._compiled = {each: ChatTemplate(each, special_tokens) for each in set(used)}
+
+    def render(self, chat: ChatPrompt) -> str:
+        """Raises InvalidRequest without a template for the chat."""
+        source = self.source_with_tools if chat.tools else self.source
+        if source is not None:
+            return self._compiled[source].render(chat)
+        if not self._names:
+            raise InvalidRequest("this model has no chat template; send plain text", field="chat")
+        which = "with tools" if chat.tools else "without tools"
+        raise InvalidRequest(
+            f"this model has no chat template for chats {which}; its templates are"
+            f" {', '.join(self._names)}",
+            field="chat",
+        )
+
+
+def _chosen(sources: Mapping[str, str], *names: str) -> str | None:
+    if len(sources) == 1:
+        return next(iter(sources.values()))
+    return next((sources[name] for name in names if name in sources), None)
+
+
 class ChatTemplate:
     """A compiled chat template. `special_tokens` are names that it may use, such as bos_token, and
     their texts."""

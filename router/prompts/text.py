@@ -24,7 +24,7 @@ from baton.router.answers.detokenizer import (
     detokenizer_factory,
     special_ids,
 )
-from baton.router.prompts.chat_template import ChatTemplate
+from baton.router.prompts.chat_template import ChatTemplates
 from baton.router.prompts.text_files import TextFiles
 
 
@@ -39,12 +39,12 @@ class TokenizedPrompt:
 
 
 class Text:
-    """A model's tokenizer and chat template."""
+    """A model's tokenizer and chat templates."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        chat_template: ChatTemplate | None,
+        chat_templates: ChatTemplates,
         eos_token_ids: frozenset[int],
         vocabulary_size: int,
         answers: AnswerFormat = PLAIN,
@@ -53,7 +53,7 @@ class Text:
         self.answers = answers
         self.tokenizer_info = tokenizer_info or {}
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self._chat_templates = chat_templates
         # In characters. Byte-level vocabularies have at least one character for each of a text.
         vocabulary = tokenizer.get_vocab() if tokenizer else {"": 0}
         self._longest_token = max(map(len, vocabulary))
@@ -74,14 +74,15 @@ class Text:
         router.tool_format and router.reasoning."""
         files = TextFiles(folder)
         tokenizer = files.tokenizer()
-        source = files.chat_template()
+        templates = ChatTemplates(files.chat_templates(), files.special_tokens())
+        plain, tooled = templates.source or "", templates.source_with_tools or ""
         return cls(
             tokenizer,
-            None if source is None else ChatTemplate(source, files.special_tokens()),
+            templates,
             files.eos_token_ids(tokenizer),
             files.vocabulary_size(),
-            answer_format(source or "", tools, reasoning),
-            {**files.special_tokens(), "chat_template": source},
+            answer_format(tooled, tools, reasoning, plain),
+            {**files.special_tokens(), "chat_template": templates.source},
         )
 
     @property
@@ -90,7 +91,8 @@ class Text:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        """True if the model takes chats without tools."""
+        return self._chat_templates.source is not None
 
     def prepare(
         self, request: Request, most_tokens: int, naming: PageNaming | None
@@ -155,9 +157,7 @@ class Text:
 
     def render(self, chat: ChatPrompt) -> str:
         """Renders a chat as the text that the model sees."""
-        if self._chat_template is None:
-            raise InvalidRequest("this model has no chat template; send plain text", field="chat")
-        return self._chat_template.render(chat)
+        return self._chat_templates.render(chat)
 
     def decode(
         self, ids: Sequence[int], keep_special: bool = False, field: str = "token_ids"

@@ -69,15 +69,17 @@ class TextFiles:
         written = {name: self._tokenizer_config.get(name) for name in names}
         return {name: text for name, token in written.items() if (text := _token_text(token))}
 
-    def chat_template(self) -> str | None:
-        alone = self._folder / "chat_template.jinja"
-        if alone.is_file():
-            return alone.read_text(encoding="utf-8")
+    def chat_templates(self) -> dict[str, str]:
+        """Returns the chat templates by name; one without a name is the default. As in
+        transformers, files of templates alone go before the tokenizer's."""
+        alone = {"default": self._folder / "chat_template.jinja"}
+        more = sorted(self._folder.glob("additional_chat_templates/*.jinja"))
+        files = alone | {file.stem: file for file in more}
+        if found := {name: _read_text(file) for name, file in files.items() if file.is_file()}:
+            return found
         legacy = model_store.read_json(self._folder / "chat_template.json")
-        template = self._tokenizer_config.get("chat_template") or legacy.get("chat_template")
-        if isinstance(template, list):
-            return dict(_named_templates(template)).get("default")
-        return template if isinstance(template, str) else None
+        written = self._tokenizer_config.get("chat_template") or legacy.get("chat_template")
+        return dict(_named_templates(written))
 
     def eos_token_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
         """Returns the end tokens of the generation config, or else of the model config, plus the
@@ -123,8 +125,21 @@ def _padded(number: object) -> str:
     return str(number).zfill(9)
 
 
-def _named_templates(templates: list[object]) -> Iterator[tuple[str, str]]:
-    for entry in templates:
-        match entry:
-            case {"name": str(name), "template": str(source)}:
-                yield name, source
+def _named_templates(written: object) -> Iterator[tuple[str, str]]:
+    match written:
+        case str(source):
+            yield "default", source
+        case {"name": str(name), "template": str(source)}:
+            yield name, source
+        case list(entries):
+            for entry in entries:
+                yield from _named_templates(entry)
+        case dict(named):
+            yield from ((name, each) for name, each in named.items() if isinstance(each, str))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidCheckpoint(f"{path} is not UTF-8: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +222,11 @@ def _quantized(values: npt.NDArray[np.float32], kind: GGMLQuantizationType) -> A
     return codes.reshape(*values.shape[:-1], -1)
 
 
-def byte_level(pre: str, *, add_bos: bool | None = None) -> Vocabulary:
-    """The tokenizer of support/text_model.py, with `pre` as its pre-tokenizer."""
+def byte_level(
+    pre: str, *, add_bos: bool | None = None, templates: Sequence[Mapping[str, str]] = ()
+) -> Vocabulary:
+    """The tokenizer of support/text_model.py, with `pre` as its pre-tokenizer. `templates` are
+    named ones beside the default."""
     made = tokenizer()
     tokens = sorted(made.get_vocab(), key=made.token_to_id)
     merges = [(token[:-1], token[-1]) for token in tokens if len(token) > 1 and token != END]
@@ -237,7 +240,7 @@ def byte_level(pre: str, *, add_bos: bool | None = None) -> Vocabulary:
         writer.add_token_merges([" ".join(merge) for merge in merges])
         writer.add_eos_token_id(tokens.index(END))
         writer.add_bos_token_id(tokens.index(END))
-        writer.add_chat_template(CHAT_TEMPLATE)
+        writer.add_chat_template([{"name": "default", "template": CHAT_TEMPLATE}, *templates])
         if add_bos is not None:
             writer.add_add_bos_token(add_bos)
 

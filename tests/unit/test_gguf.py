@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidCheckpoint, ModelNotFound, UnsupportedModel
-from baton.core.types import ChatPrompt, Message
+from baton.core.types import ChatPrompt, Message, Tool
 from baton.engine.architecture import read_architecture
 from baton.engine.engine import Engine
 from baton.router.prompts.text import Text
@@ -338,6 +339,15 @@ def test_the_chat_template_and_the_end_are_those_of_the_file(tmp_path: Path) -> 
     assert text.render(chat) == f"user: Hi{END}assistant: "
     assert "message" in CHAT_TEMPLATE
     assert text.eos_token_ids == {text.special_id(END)}
+
+
+def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "with {{ tools[0].function.name }}"}]
+    file = write_tiny(tmp_path, byte_level("qwen2", templates=named))
+    text = Text.load(model_store.locate(str(file)))
+    chat = ChatPrompt((Message("user", "Hi"),))
+    assert text.render(chat) == f"user: Hi{END}assistant: "
+    assert text.render(replace(chat, tools=(Tool("look"),))) == "with look"
 
 
 def test_a_file_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ def test_a_pull_downloads_a_model_without_code_and_pickles(
     assert set(hub.downloads().values()) == {1}
 
 
+def test_a_pull_downloads_named_templates(
+    hub: TinyHub, command: Command, files: dict[str, bytes]
+) -> None:
+    beside = dict.fromkeys(("tool_use.jinja", "code.py"), b"{{ tools }}")
+    hub.push(NAME, files | {f"additional_chat_templates/{name}": beside[name] for name in beside})
+    found = command.pull(NAME).glob("additional_chat_templates/*")
+    assert [path.name for path in found] == ["tool_use.jinja"]
+
+
 def test_a_second_pull_downloads_nothing(
     hub: TinyHub, command: Command, files: dict[str, bytes]
 ) -> None:
