@@ -50,6 +50,7 @@ from baton.core.model_store import (
     is_gguf,
     weight_files,
 )
+from baton.core.tokenizer_files import TOKENIZER_FILE, VOCABULARY_FILES, VOCABULARY_PATTERN
 
 if "HF_HUB_VERBOSITY" not in os.environ:
     # Log a failure as one line, without lines for the attempts before it.
@@ -62,17 +63,16 @@ TEXT_FILES = (
     MODELOPT_FILE,
     GPTQ_FILE,
     WEIGHT_INDEX,
-    "tokenizer.json",
-    "tokenizer.model",
+    TOKENIZER_FILE,
+    *VOCABULARY_FILES,
+    "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
 )
-TEXT_PATTERNS = ("additional_chat_templates/*.jinja",)
+TEXT_PATTERNS = (VOCABULARY_PATTERN, "additional_chat_templates/*.jinja")
 """With TEXT_FILES, everything downloaded besides weights: no code, and nothing that is
 unpickled."""
 

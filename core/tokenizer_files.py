@@ -10,38 +10,58 @@ from pathlib import Path
 from baton.core.errors import NotServed, UnsupportedModel
 
 TOKENIZER_FILE = "tokenizer.json"
-SENTENCEPIECE_FILE = "tokenizer.model"
+VOCABULARY_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Tokenizers of other formats, which transformers converts if the model's class reads them."""
+
+VOCABULARY_PATTERN = "*.tiktoken"
+
+_REASONS = {
+    "trust_remote_code": "its class is code that comes with the model, which is never run",
+    "instantiate the backend tokenizer": "transformers has no class that reads it",
+}
+"""Our words for errors of transformers that have several lines."""
 
 
 def tokenizer_text(folder: Path) -> str:
-    """The folder's tokenizer, in the format of tokenizer.json."""
+    """The folder's tokenizer, in the format of tokenizer.json. Raises NotServed without one, and
+    UnsupportedModel for one that cannot be read."""
     if (folder / TOKENIZER_FILE).is_file():
         return (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
-    if (folder / SENTENCEPIECE_FILE).is_file():
-        return convert_sentencepiece(folder)
+    found = [file for name in VOCABULARY_FILES if (file := folder / name).is_file()]
+    found += sorted(folder.glob(VOCABULARY_PATTERN))
+    if found:
+        return _converted(folder, found)
     raise NotServed("this model has no tokenizer")
 
 
-def convert_sentencepiece(folder: Path) -> str:
-    """A folder's SENTENCEPIECE_FILE as the text of a tokenizer.json. Code that comes with the model
-    is never run."""
+def _converted(folder: Path, files: list[Path]) -> str:
+    """Converts the tokenizer of `files` with transformers, without code that comes with the
+    model."""
     from transformers import AutoTokenizer
 
     try:
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        # A class that finds none of its files makes a tokenizer of a few tokens.
+        if getattr(made, "vocab_file", None) is None:
+            raise ValueError(f"its class {type(made).__name__} does not read it")
         text: str = made.backend_tokenizer.to_str()
     except Exception as error:  # what a tokenizer's class may raise is not known
-        message = f"cannot convert {folder / SENTENCEPIECE_FILE}: {_reason(error)}"
-        raise UnsupportedModel(message) from error
+        names = ", ".join(file.name for file in files)
+        raise UnsupportedModel(
+            f"cannot convert {names} of {folder}: {_reason(error)}; add a {TOKENIZER_FILE}"
+        ) from error
     return text
 
 
 def _reason(error: Exception) -> str:
-    """Returns transformers' error in one line, without its advice to trust a model's code."""
     message = str(error).strip()
-    if "trust_remote_code" in message:
-        return (
-            "its tokenizer is code that comes with the model, which is never run; add a"
-            f" {TOKENIZER_FILE}"
-        )
-    return message.partition("\n")[0] or type(error).__name__
+    known = (words for part, words in _REASONS.items() if part in message)
+    return next(known, message.partition("\n")[0] or type(error).__name__)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from baton.core import model_store, tokenizer_files
-from baton.core.errors import InvalidCheckpoint, UnsupportedModel
+from baton.core import model_store
+from baton.core.errors import InvalidCheckpoint, NotServed, UnsupportedModel
+from baton.core.tokenizer_files import TOKENIZER_FILE, tokenizer_text
 
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -30,13 +31,11 @@ class TextFiles:
         self._config = {**config, **inner} if isinstance(inner, dict) else config
 
     def tokenizer(self) -> Tokenizer | None:
-        """Returns the tokenizer of tokenizer.json, with the tokens that other files add and without
+        """Returns the folder's tokenizer with the tokens that other files add, and without
         truncation and padding."""
-        if (self._folder / "tokenizer.json").is_file():
-            made = _read_tokenizer(self._folder / "tokenizer.json")
-        elif (self._folder / tokenizer_files.SENTENCEPIECE_FILE).is_file():
-            made = Tokenizer.from_str(tokenizer_files.convert_sentencepiece(self._folder))
-        else:
+        try:
+            made = _parsed(tokenizer_text(self._folder), self._folder)
+        except NotServed:
             return None
         made.no_truncation()
         made.no_padding()
@@ -100,11 +99,11 @@ class TextFiles:
         return size
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def _parsed(text: str, folder: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_str(text)
     except Exception as error:  # the library raises no narrower type
-        raise InvalidCheckpoint(f"{path} is not a tokenizer: {error}") from error
+        raise InvalidCheckpoint(f"{folder / TOKENIZER_FILE} is not a tokenizer: {error}") from error
 
 
 def _token_text(token: object) -> str:

@@ -92,13 +92,14 @@ def test_a_pull_downloads_a_model_without_code_and_pickles(
     assert set(hub.downloads().values()) == {1}
 
 
-def test_a_pull_downloads_named_templates(
+def test_a_pull_downloads_named_templates_and_tokenizers_of_other_formats(
     hub: TinyHub, command: Command, files: dict[str, bytes]
 ) -> None:
-    beside = dict.fromkeys(("tool_use.jinja", "code.py"), b"{{ tools }}")
-    hub.push(NAME, files | {f"additional_chat_templates/{name}": beside[name] for name in beside})
-    found = command.pull(NAME).glob("additional_chat_templates/*")
-    assert [path.name for path in found] == ["tool_use.jinja"]
+    names = ("additional_chat_templates/tool_use.jinja", "spiece.model", "own.tiktoken")
+    hub.push(NAME, files | dict.fromkeys((*names, "additional_chat_templates/code.py"), b"{}"))
+    folder = command.pull(NAME)
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {*names, *files} - {*NEVER}
 
 
 def test_a_second_pull_downloads_nothing(
