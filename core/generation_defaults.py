@@ -72,6 +72,18 @@ def read_defaults(folder: Path, mode: str = "auto") -> GenerationDefaults:
     return defaults
 
 
+def end_tokens(file: str, content: Mapping[str, object]) -> list[int]:
+    """The end tokens that the content of a generation_config.json or config.json states; -1 stands
+    for none. Raises InvalidConfig for anything but token ids."""
+    stated: Any = content.get("eos_token_id")
+    if stated is None:
+        return []
+    ids = [each for each in (stated if isinstance(stated, list) else [stated]) if each != -1]
+    if not _are_ids(ids):
+        raise _wrong(file, "eos_token_id", "a token id or a list of token ids", stated)
+    return ids
+
+
 def _sampling_values(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of Sampling from keys of the file."""
     values = {key: value for key, value in stated.items() if key in _FIELDS}
@@ -89,9 +101,12 @@ def _sampling_values(stated: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(file: str, key: str, value: object) -> Any:
     allowed, words = _KEYS[key]
     if not allowed(value):
-        wrong = f"{file}: {key} must be {words}, not {json.dumps(value)}"
-        raise InvalidConfig(wrong, field=key)
+        raise _wrong(file, key, words, value)
     return _frozen(value)
+
+
+def _wrong(file: str, key: str, words: str, value: object) -> InvalidConfig:
+    return InvalidConfig(f"{file}: {key} must be {words}, not {json.dumps(value)}", field=key)
 
 
 def _frozen(value: Any) -> Any:

@@ -28,6 +28,8 @@ from baton.core.errors import (
     InvalidRequest,
     NotServed,
 )
+from baton.core.generation_defaults import end_tokens
+from baton.core.model_store import read_json
 from baton.core.tokenizer_files import tokenizer_text
 from baton.core.types import Work
 
@@ -233,10 +235,5 @@ def _tags(tokenizer: str) -> frozenset[int]:
 
 def _end_tokens(folder: Path) -> list[int]:
     """Returns the model's end tokens, which are never text."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            written = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            listed = written if isinstance(written, list) else [written]
-            found += [each for each in listed if isinstance(each, int)]
-    return found
+    files = ("generation_config.json", "config.json")
+    return [token for name in files for token in end_tokens(name, read_json(folder / name))]

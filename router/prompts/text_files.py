@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from baton.core import model_store
 from baton.core.errors import InvalidCheckpoint, NotServed, UnsupportedModel
+from baton.core.generation_defaults import end_tokens
 from baton.core.tokenizer_files import TOKENIZER_FILE, tokenizer_text
 
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
@@ -83,13 +84,11 @@ class TextFiles:
     def eos_token_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
         """Returns the end tokens of the generation config, or else of the model config, plus the
         tokenizer's own, with which chat models close a turn."""
-        written = self._generation_config.get("eos_token_id")
-        if written is None:
-            written = self._config.get("eos_token_id")
-        ids = set(written if isinstance(written, list) else [written])
-        if tokenizer is not None:
-            ids.add(tokenizer.token_to_id(self.special_tokens().get("eos_token", "")))
-        return frozenset(ids - {None})
+        stated = end_tokens("generation_config.json", self._generation_config)
+        of_model = end_tokens("config.json", self._config)
+        ids = stated or of_model
+        own = tokenizer and tokenizer.token_to_id(self.special_tokens().get("eos_token", ""))
+        return frozenset(ids if own is None else [*ids, own])
 
     def vocabulary_size(self) -> int:
         """Returns the model's number of token ids; the tokenizer may use fewer."""

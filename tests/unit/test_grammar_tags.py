@@ -152,3 +152,15 @@ def test_end_tokens_are_never_text(folder: Path, tmp_path: Path) -> None:
     guide.follow([])
     assert guide.mask().sum() > 200
     assert not guide.mask()[stop]
+
+
+def test_an_unset_end_token_is_no_token_of_a_grammar(tmp_path: Path) -> None:
+    save_text_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": -1}')
+    engine = Engine.load(tmp_path, kv_memory=1 << 20)
+    grammar = grammar_of(Structure("regex", "a+"))
+    work = Work(AttemptKey("r", 1), [3], Sampling(), MOST, frozenset(), grammar=grammar)
+    guide = engine.guide(work)
+    assert guide is not None
+    guide.follow([])
+    assert guide.mask().any()

@@ -203,6 +203,9 @@ def test_an_older_file_names_special_tokens(variant: Variant) -> None:
         ({"eos_token_id": None}, {"eos_token_id": 5}, {5}),
         ({}, {"text_config": {"eos_token_id": [5, 6]}}, {5, 6}),
         ({}, {"eos_token_id": None}, set()),
+        ({"eos_token_id": -1}, {"eos_token_id": 5}, {5}),
+        ({"eos_token_id": [-1, 7]}, {}, {7}),
+        ({}, {"eos_token_id": -1}, set()),
     ],
 )
 def test_eos_comes_from_the_generation_config_or_else_the_config(
@@ -211,6 +214,17 @@ def test_eos_comes_from_the_generation_config_or_else_the_config(
     config = {"vocab_size": 9, **model}
     text = variant(generation_config=generation, config=config, tokenizer_config={})
     assert text.eos_token_ids == wanted
+
+
+@pytest.mark.parametrize("wrong", ["2", [[2]], {"a": 2}, 2.5, True, -2, [2, None]])
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+def test_an_eos_that_is_no_token_is_refused_by_key(
+    file: str, wrong: object, variant: Variant
+) -> None:
+    right = {"vocab_size": 9, "eos_token_id": 2}
+    files = {"generation_config": right, "config": right, file: {**right, "eos_token_id": wrong}}
+    with pytest.raises(InvalidConfig, match=f"{file}.json: eos_token_id must be a token id or"):
+        variant(**files)
 
 
 def test_the_tokenizers_own_eos_always_ends_an_answer(variant: Variant) -> None:
