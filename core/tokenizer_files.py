@@ -35,22 +35,22 @@ def tokenizer_text(folder: Path) -> str:
     UnsupportedModel for one that cannot be read."""
     if (folder / TOKENIZER_FILE).is_file():
         return (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
-    found = [file for name in VOCABULARY_FILES if (file := folder / name).is_file()]
-    found += sorted(folder.glob(VOCABULARY_PATTERN))
-    if found:
-        return _converted(folder, found)
+    if _vocabularies(folder):
+        return convert(folder)
     raise NotServed("this model has no tokenizer")
 
 
-def _converted(folder: Path, files: list[Path]) -> str:
-    """Converts the tokenizer of `files` with transformers, without code that comes with the
-    model."""
+def convert(folder: Path) -> str:
+    """The folder's tokenizer as its class in transformers makes it, in the format of
+    tokenizer.json. Code that comes with the model is never run."""
     from transformers import AutoTokenizer
 
+    alone = (folder / TOKENIZER_FILE).is_file()
+    files = [folder / TOKENIZER_FILE] if alone else _vocabularies(folder)
     try:
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # A class that finds none of its files makes a tokenizer of a few tokens.
-        if getattr(made, "vocab_file", None) is None:
+        if not alone and getattr(made, "vocab_file", None) is None:
             raise ValueError(f"its class {type(made).__name__} does not read it")
         text: str = made.backend_tokenizer.to_str()
     except Exception as error:  # what a tokenizer's class may raise is not known
@@ -59,6 +59,11 @@ def _converted(folder: Path, files: list[Path]) -> str:
             f"cannot convert {names} of {folder}: {_reason(error)}; add a {TOKENIZER_FILE}"
         ) from error
     return text
+
+
+def _vocabularies(folder: Path) -> list[Path]:
+    named = [file for name in VOCABULARY_FILES if (file := folder / name).is_file()]
+    return [*named, *sorted(folder.glob(VOCABULARY_PATTERN))]
 
 
 def _reason(error: Exception) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from baton.core import model_store
 from baton.core.errors import InvalidCheckpoint, NotServed, UnsupportedModel
 from baton.core.generation_defaults import end_tokens
-from baton.core.tokenizer_files import TOKENIZER_FILE, tokenizer_text
+from baton.core.tokenizer_files import TOKENIZER_FILE, convert, tokenizer_text
 
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -38,11 +40,22 @@ class TextFiles:
             made = _parsed(tokenizer_text(self._folder), self._folder)
         except NotServed:
             return None
+        wanted = self._tokenizer_config.get("add_prefix_space")
+        if isinstance(wanted, bool) and wanted != _adds_space(made):
+            made = self._of_its_class() or made
         made.no_truncation()
         made.no_padding()
         made.add_tokens(self._added_tokens())  # keeps known tokens as they are
         made.encode_special_tokens = self._tokenizer_config.get("split_special_tokens") is True
         return made
+
+    def _of_its_class(self) -> Tokenizer | None:
+        """Returns the tokenizer as its class makes it: what add_prefix_space does depends on the
+        class. None if transformers has no such class, which leaves what tokenizer.json says."""
+        try:
+            return _parsed(convert(self._folder), self._folder)
+        except UnsupportedModel:
+            return None
 
     def _added_tokens(self) -> list[AddedToken]:
         """Returns tokens of files other than tokenizer.json, in the order of the ids that
@@ -103,6 +116,25 @@ def _parsed(text: str, folder: Path) -> Tokenizer:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library raises no narrower type
         raise InvalidCheckpoint(f"{folder / TOKENIZER_FILE} is not a tokenizer: {error}") from error
+
+
+def _adds_space(tokenizer: Tokenizer) -> bool:
+    """True if the tokenizer puts a space before text or words."""
+    parts = [part for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
+    for step in _steps([json.loads(part.__getstate__()) for part in parts]):
+        match step:
+            case {"type": "Prepend"} | {"add_prefix_space": True}:
+                return True
+            case {"prepend_scheme": "first" | "always"}:
+                return True
+    return False
+
+
+def _steps(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields the states of parts of a tokenizer, and those of the parts of sequences."""
+    for state in states:
+        yield state
+        yield from _steps(state.get("normalizers") or state.get("pretokenizers") or [])
 
 
 def _token_text(token: object) -> str:

@@ -275,6 +275,40 @@ def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
     assert "".join([*(streamed.push([i]) for i in ids), streamed.flush()]) == "The lazy fox 界"
 
 
+CLASSES = ["GPT2Tokenizer", "Qwen2Tokenizer", "CohereTokenizer", "GPTNeoXTokenizer", "NoSuch"]
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_a_space_before_text_is_added_as_by_the_class_in_transformers(
+    class_name: str, prefixed: bool, variant: Variant, tmp_path: Path
+) -> None:
+    config = {"add_prefix_space": prefixed, "tokenizer_class": class_name}
+    text = variant(tokenizer_config=config)
+    oracle = AutoTokenizer.from_pretrained(tmp_path)
+    for prompt in ("Hello world", " Hello", "<|im_start|>user\nhi\tthere<|im_end|>", "é 123"):
+        assert text.encode(prompt) == oracle(prompt)["input_ids"]
+
+
+def test_a_tokenizer_of_llama_may_add_no_space_before_text(tmp_path: Path) -> None:
+    save_sentencepiece_model(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    for prefixed in (True, False):
+        config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": prefixed}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        text, oracle = Text.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        ids = text.encode("The lazy fox")
+        assert ids == oracle("The lazy fox")["input_ids"]
+        assert text.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == "The lazy fox"
+
+
+def test_a_tokenizer_file_decides_where_the_class_is_code_of_the_model(variant: Variant) -> None:
+    own = {"auto_map": {"AutoTokenizer": ["code.Own", None]}, "tokenizer_class": "Own"}
+    text = variant(tokenizer_config={**own, "add_prefix_space": True})
+    assert text.encode("Hello") == variant(tokenizer_config={}).encode("Hello")
+
+
 def in_parts(tokenizer: dict[str, Any]) -> dict[str, str]:
     """A tokenizer.json as the two files of GPT-2's tokenizers."""
     model = tokenizer["model"]
