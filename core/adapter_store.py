@@ -27,7 +27,7 @@ from baton.core import model_store
 from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from baton.core.config import Config
 from baton.core.errors import AdapterMissing, InvalidAdapter, ModelNotFound
-from baton.core.lfs_pointer import is_lfs_pointer
+from baton.core.lfs_pointer import POINTER, is_lfs_pointer
 from baton.core.model_store import HubName, hub_name
 from baton.core.types import Adapter
 
@@ -145,7 +145,7 @@ def weights_of(folder: Path) -> Path:
     """The file of an adapter's weights. Raises AdapterMissing for a pointer of Git LFS."""
     file = folder / WEIGHTS_FILE
     if is_lfs_pointer(file):
-        raise AdapterMissing(f"{file} is a pointer of Git LFS; run `git lfs pull`")
+        raise AdapterMissing(f"{file} is {POINTER}")
     return file
 
 

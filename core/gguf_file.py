@@ -21,7 +21,7 @@ from gguf.quants import dequantize
 
 from baton.core.errors import InvalidCheckpoint, UnsupportedModel
 from baton.core.gguf_grids import grid_of_blocks
-from baton.core.lfs_pointer import is_lfs_pointer
+from baton.core.lfs_pointer import POINTER, is_lfs_pointer
 
 Values = npt.NDArray[np.float32]
 Field = TypeVar("Field", str, int, float, bool, list[str], list[int], list[float])
@@ -131,7 +131,7 @@ class _Header:
 
     def __init__(self, path: Path) -> None:
         if is_lfs_pointer(path):
-            raise ValueError("it is a pointer of Git LFS; run `git lfs pull`")
+            raise ValueError(f"it is {POINTER}")
         with path.open("rb") as file:
             self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 4

@@ -1,9 +1,11 @@
-"""Recognizes pointers of Git LFS: small text files that a clone without LFS has instead of weights
-and other large files."""
+"""Pointers of Git LFS, which stand in a clone for large files that are not downloaded yet."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+POINTER = "a pointer of Git LFS; run `git lfs pull`"
+"""The end of an error."""
 
 _BEGIN = b"version https://git-lfs"
 

@@ -26,7 +26,7 @@ from baton.core.errors import (
     InvalidConfig,
     ModelNotFound,
 )
-from baton.core.lfs_pointer import is_lfs_pointer
+from baton.core.lfs_pointer import POINTER, is_lfs_pointer
 from baton.core.made_folder import Manifest, is_made, make_folder
 
 EMBEDDED = "embedded"
@@ -242,13 +242,23 @@ def weight_files(folder: Path) -> list[str]:
 def check_pulled(file: Path) -> None:
     """Raises InvalidCheckpoint for a pointer of Git LFS."""
     if is_lfs_pointer(file):
-        raise InvalidCheckpoint(f"{file} is a pointer of Git LFS; run `git lfs pull`")
+        raise InvalidCheckpoint(f"{file} is {POINTER}")
+
+
+def read_text(path: Path) -> str:
+    """A model's text file. Raises InvalidCheckpoint for a pointer of Git LFS, and for text that is
+    not UTF-8."""
+    check_pulled(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidCheckpoint(f"{path} is not UTF-8 from byte {error.start} on") from error
 
 
 def read_json(path: Path) -> dict[str, object]:
     """A model's JSON file; empty if it is missing."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except ValueError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.core.errors import NotServed, UnsupportedModel
+from baton.core.model_store import check_pulled, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARY_FILES = (
@@ -34,7 +35,7 @@ def tokenizer_text(folder: Path) -> str:
     """The folder's tokenizer, in the format of tokenizer.json. Raises NotServed without one, and
     UnsupportedModel for one that cannot be read."""
     if (folder / TOKENIZER_FILE).is_file():
-        return (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+        return read_text(folder / TOKENIZER_FILE)
     if _vocabularies(folder):
         return convert(folder)
     raise NotServed("this model has no tokenizer")
@@ -47,6 +48,8 @@ def convert(folder: Path) -> str:
 
     alone = (folder / TOKENIZER_FILE).is_file()
     files = [folder / TOKENIZER_FILE] if alone else _vocabularies(folder)
+    for file in files:
+        check_pulled(file)
     try:
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # A class that finds none of its files makes a tokenizer of a few tokens.

@@ -88,7 +88,9 @@ class TextFiles:
         alone = {"default": self._folder / "chat_template.jinja"}
         more = sorted(self._folder.glob("additional_chat_templates/*.jinja"))
         files = alone | {file.stem: file for file in more}
-        if found := {name: _read_text(file) for name, file in files.items() if file.is_file()}:
+        if found := {
+            name: model_store.read_text(file) for name, file in files.items() if file.is_file()
+        }:
             return found
         legacy = model_store.read_json(self._folder / "chat_template.json")
         written = self._tokenizer_config.get("chat_template") or legacy.get("chat_template")
@@ -166,10 +168,3 @@ def _named_templates(written: object) -> Iterator[tuple[str, str]]:
                 yield from _named_templates(entry)
         case dict(named):
             yield from ((name, each) for name, each in named.items() if isinstance(each, str))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidCheckpoint(f"{path} is not UTF-8: {error}") from error
