@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer import Option
 
-from baton.cli.terminal import option, with_flags
+from baton.cli.terminal import option, say, with_flags
 from baton.cluster import ports, preflight
 from baton.core import config as configs
 from baton.core import model_store
@@ -204,8 +204,7 @@ class _Session:
             said, seconds = "killing all processes …", 0.0
         self.stopped.set()
         self._end_within(seconds)
-        with contextlib.suppress(OSError):  # nobody reads it
-            typer.echo(said)
+        say(said)
 
     def _end_within(self, seconds: float) -> None:
         self.ends_by = min(self.ends_by, time.monotonic() + seconds)
@@ -227,13 +226,12 @@ class _Session:
         cluster.kill()
         reason = "Ray has ended" if lost_ray else "the cluster did not stop in time"
         left = f"processes may run on at {self.ray_address}" if self.ray_address else "all killed"
-        with contextlib.suppress(OSError):
-            typer.echo(f"baton: {reason}; {left}{cluster.logs}", err=True)
+        say(f"baton: {reason}; {left}{cluster.logs}", err=True)
         os._exit(0 if lost_ray and self.stopped.is_set() else 1)
 
     def _run(self) -> None:
         self.times.mark("command")
-        typer.echo("starting Ray …")
+        say("starting Ray …")
         from baton.cluster.launch import Cluster
 
         cluster = Cluster(self.config, self.ray_address, detached=self.detach, name=self.name)
@@ -257,20 +255,20 @@ class _Session:
 
         first, *others = routers(members)
         if cluster.taken_over:
-            typer.echo(f"{cluster.name} is already running and keeps running")
+            say(f"{cluster.name} is already running and keeps running")
         if not cluster.as_configured:
-            typer.echo("it keeps the configuration that it was started with, which differs")
-        typer.echo(instructions(first, self.config, cluster.log_folder))
-        typer.echo(f"Started in {self.times}")
+            say("it keeps the configuration that it was started with, which differs")
+        say(instructions(first, self.config, cluster.log_folder))
+        say(f"Started in {self.times}")
         for member in members:
             if member.started:
-                typer.echo(f"  {member.worker_id:<12} {member.started}")
+                say(f"  {member.worker_id:<12} {member.started}")
         for router in others:
-            typer.echo(f"{router.worker_id} is at {router.address}\n")
+            say(f"{router.worker_id} is at {router.address}\n")
         if self.detach:
-            typer.echo(f"`baton stop {cluster.name} --ray-address {self.ray_address}` stops it.")
+            say(f"`baton stop {cluster.name} --ray-address {self.ray_address}` stops it.")
         else:
-            typer.echo("Ctrl-C stops it.\n")
+            say("Ctrl-C stops it.\n")
 
     def _follow(self, cluster: Cluster) -> None:
         """Prints progress until this command or the cluster is stopped."""
@@ -278,7 +276,7 @@ class _Session:
             while not self.stopped.wait(_WATCH_SECONDS):
                 self._print_progress(cluster.members())
                 if self.watch and cluster.is_gone:
-                    typer.echo(f"{cluster.name} was stopped")
+                    say(f"{cluster.name} was stopped")
                     return
 
     def _print_progress(self, members: list[Member]) -> None:
@@ -292,7 +290,7 @@ class _Session:
             if self.printed.get(member.worker_id) != now:
                 self.printed[member.worker_id] = now
                 seconds = time.monotonic() - self.began
-                typer.echo(f"{seconds:6.1f} s  {member.worker_id:<12} {now}")
+                say(f"{seconds:6.1f} s  {member.worker_id:<12} {now}")
 
 
 def instructions(router: Member, config: Config, log_folder: str) -> str:

@@ -10,10 +10,15 @@ Exit codes:
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
 import functools
 import inspect
+import io
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -35,6 +40,9 @@ _PIPE_WIDTH = 160
 
 _POLL_SECONDS = 0.2
 
+_UNWRITABLE = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
+"""Why an output cannot be written, except for a broken pipe, whose reader has seen enough."""
+
 Seen = TypeVar("Seen")
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -48,7 +56,19 @@ RayAddress = Annotated[str, typer.Option(help="The Ray cluster.")]
 
 
 class CommandGroup(TyperGroup):
-    """Turns errors of commands into exit codes."""
+    """Turns errors of commands, and of their output, into exit codes."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        _open_streams()
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:
+            if not error.filename and error.errno not in _UNWRITABLE:
+                raise
+            print_error(f"{error.filename or 'cannot write the output'}: {error.strerror}")
+            sys.exit(1)
+        finally:
+            _drop_unwritten()
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -60,14 +80,40 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(130) from None
 
 
+def _open_streams() -> None:
+    """Opens the standard streams that were closed when the command started, and has stdout replace
+    what its encoding lacks."""
+    sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
+    # Writing to it fails, since an answer or a key must not be lost in silence.
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _drop_unwritten() -> None:
+    """Drops what could not be written: Python would try again at its end, and report it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say(text: str, *, err: bool = False, dim: bool = False) -> None:
+    """Prints a line, or drops it if nobody reads it or nothing can hold it."""
+    with contextlib.suppress(OSError):
+        typer.secho(text, err=err, dim=dim or None)
+
+
 def print_error(message: str) -> None:
     """Prints an error on one line."""
-    typer.echo(f"baton: {' '.join(message.split())}", err=True)
+    say(f"baton: {' '.join(message.split())}", err=True)
 
 
 def note(text: str) -> None:
     """Prints to stderr, so that stdout stays clean for pipes."""
-    typer.secho(text, err=True, dim=True)
+    say(text, err=True, dim=True)
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -134,7 +180,8 @@ def progress() -> Progress:
 def print_json(value: object, *, in_a_line: bool = False) -> None:
     """Prints messages, enums and plain values as JSON for scripts."""
     indent = None if in_a_line else 2
-    typer.echo(json.dumps(value, indent=indent, ensure_ascii=False, default=_json_value))
+    whole = sys.stdout.encoding.lower().startswith("utf")
+    typer.echo(json.dumps(value, indent=indent, ensure_ascii=not whole, default=_json_value))
 
 
 def _json_value(value: Message | enum.Enum) -> object:

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from monitoring import QUERIES, metrics_of
 from network import why_not
-from serving import BATON, FREE_PORTS, MODEST, Command, Serve, run, thread_ticks
+from serving import BATON, FREE_PORTS, MODEST, Command, Serve, pids_of, run, thread_ticks
 from tiny_models import TINY_MODELS, save
 from typer.testing import CliRunner
 
@@ -221,6 +221,21 @@ def test_a_signal_during_the_start_leaves_nothing_behind(
         starting.send(number)
         assert (starting.wait(), starting.stderr) == (0, "")
         assert "Baton serves" not in starting.stdout
+        starting.wait_gone()
+
+
+def test_progress_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
+    read_a_line = ["bash", "-c", 'exec "$@" > >(head -n 1)', "bash"]
+    buffered = {"PYTHONUNBUFFERED": ""}
+    with Serve(tmp_path, before=read_a_line, environment=buffered) as starting:
+        starting.wait_for("starting Ray")
+        while not pids_of(starting.pid, "ray::WorkerActor"):
+            assert starting.processes()
+            time.sleep(0.1)
+        time.sleep(1.0)  # it prints what workers do
+        starting.send(signal.SIGTERM)
+        assert (starting.wait(), starting.stderr) == (0, "")
+        assert starting.stdout == "starting Ray …\n"
         starting.wait_gone()
 
 

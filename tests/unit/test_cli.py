@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import run
+from command_line import BATON, run
 from random_shapes import SHAPES
 from scripted_router import ScriptedRouter
 from typer.core import TyperCommand, TyperGroup
@@ -131,6 +132,77 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("baton: '/no/such/folder' is not a folder")
     assert result.stderr.count("\n") == 1
+
+
+def run_in_shell(script: str, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Runs `script` with `baton ARGUMENTS` as its "$@"; returns exit code, stdout and stderr."""
+    ended = subprocess.run(
+        ["sh", "-c", script, "sh", *BATON, *arguments],
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "why"),
+    [
+        (["generate", "hello"], '"$@" >&-', "Bad file descriptor"),
+        (["generate", "hello"], '"$@" >/dev/full', "No space left on device"),
+        (["generate", "hello", "--json"], '"$@" >/dev/full', "No space left on device"),
+        (["status"], '"$@" >/dev/full', "No space left on device"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line_and_exit_code_1(
+    router: ScriptedRouter, command: list[str], script: str, why: str
+) -> None:
+    ended = run_in_shell(script, *command, "--address", router.address)
+    assert ended == (1, "", f"baton: cannot write the output: {why}\n")
+
+
+def test_help_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
+    ended = run_in_shell('"$@" >/dev/full', "keys", "--help")
+    assert ended == (1, "", "baton: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("errors", [">/dev/full", ">&-"])
+def test_notes_that_cannot_be_written_are_dropped(router: ScriptedRouter, errors: str) -> None:
+    command = ["drain", "decode-0", "--last", "--address", router.address]
+    ended = run_in_shell(f'"$@" 2{errors}', *command)
+    assert ended == (0, "decode-0 is drained\n", "")
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_in_silence(router: ScriptedRouter) -> None:
+    router.pieces = ["word "] * 20_000
+    ended = run_in_shell('"$@" | head -c 4', "generate", "hello", "--address", router.address)
+    assert ended == (0, "word", "")
+
+
+def test_a_closed_input_is_an_empty_one(router: ScriptedRouter) -> None:
+    router.pieces = ["done"]
+    ended = run_in_shell('"$@" <&-', "generate", "--raw", "--address", router.address)
+    assert ended == (0, "done\n", "")
+    assert [request.text for request in router.requests] == [""]
+    assert run_in_shell('"$@" <&-', "chat", "--address", router.address) == (0, "", "")
+
+
+def test_what_an_encoding_lacks_is_replaced(router: ScriptedRouter) -> None:
+    router.status.model, router.pieces = "\N{SNOWMAN}", ["\N{SNOWMAN}"]
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    command = ["generate", "hello", "--address", router.address]
+    assert run_in_shell('"$@"', *command, **ascii_only) == (0, "?\n", "")
+    code, told, _ = run_in_shell('"$@"', "status", "--address", router.address, **ascii_only)
+    assert (code, "?" in told) == (0, True)
+
+
+def test_json_loses_no_text_to_an_encoding(router: ScriptedRouter) -> None:
+    router.pieces = ["\N{SNOWMAN}"]
+    command = ["generate", "hello", "--json", "--address", router.address]
+    code, told, errors = run_in_shell('"$@"', *command, PYTHONIOENCODING="latin-1")
+    assert (code, json.loads(told)["text"], errors) == (0, "\N{SNOWMAN}", "")
 
 
 TRACE_LINE = '{"timestamp": 7, "input_length": 8, "output_length": 9, "hash_ids": [3]}\n'
