@@ -60,8 +60,9 @@ def add(
         admin=admin,
         models=model or (),
     )
-    write_keys(file, [*known, key])
+    # First, since a key in the file that could not be printed would be lost.
     print_result({"key": secret, **_fields(key)}, secret, as_json)
+    write_keys(file, [*known, key])
     note(f"{name} is in {file}; serve with --keys {file}")
 
 

@@ -6,6 +6,7 @@ hash reveals nothing about it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
@@ -91,13 +92,18 @@ def read_keys(path: Path) -> list[ApiKey]:
 def write_keys(path: Path, keys: list[ApiKey]) -> None:
     """Replaces the file, which only its owner may read."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    fresh.touch(mode=0o600)
     # None is not written, since versions without the field refuse its name.
     given = [
         {name: value for name, value in asdict(key).items() if value is not None} for key in keys
     ]
-    fresh.write_text(yaml.safe_dump(given, sort_keys=False))
-    fresh.replace(path)
+    try:
+        fresh.touch(mode=0o600)
+        fresh.write_text(yaml.safe_dump(given, sort_keys=False))
+        fresh.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise InvalidConfig(f"cannot write the keys to {path}: {error.strerror}") from error
 
 
 def _read_key(item: object, path: Path) -> ApiKey:

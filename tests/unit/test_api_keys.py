@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from command_line import BATON
 from typer.testing import CliRunner
 
 from baton.cli.app import app
@@ -172,6 +174,24 @@ def test_a_key_limits_calls_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Exhausted) as refused:
             call(1)
         assert refused.value.retry_after == pytest.approx(0.5)
+
+
+def test_a_key_that_cannot_be_printed_is_not_kept(file: Path) -> None:
+    command = [*BATON, "keys", "add", "alice", "--file", str(file)]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, encoding="utf-8", check=False
+        )
+    message = "baton: cannot write the output: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, message)
+    assert not file.exists()
+
+
+def test_keys_that_cannot_be_written_are_named_and_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    with pytest.raises(InvalidConfig, match=r"cannot write the keys to .*: Is a directory"):
+        write_keys(tmp_path / "keys", [])
+    assert list(tmp_path.iterdir()) == [tmp_path / "keys"]
 
 
 def test_the_command_adds_lists_and_removes_keys(file: Path) -> None:
