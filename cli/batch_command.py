@@ -6,11 +6,13 @@ The results file shows which requests are done, so that an interrupted run can c
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import typer
 from typer import Argument, Option
@@ -94,13 +96,30 @@ def _done(results: Path) -> dict[str, bool]:
         results.touch()
         return finished_ids(results)
     except OSError as error:
-        raise InvalidRequest(f"cannot write {results}: {error.strerror}") from error
+        raise _unwritable(results, error) from error
+
+
+def _unwritable(results: Path, error: OSError) -> InvalidRequest:
+    return InvalidRequest(f"cannot write {results}: {error.strerror}")
+
+
+def _append(out: FileIO, line: bytes) -> None:
+    """Writes the whole line, or nothing: other lines may follow it. `out` is not buffered, so that
+    a run that is killed loses no result."""
+    end = out.seek(0, os.SEEK_END)
+    left = line
+    try:
+        while left:
+            left = left[out.write(left) :]
+    except OSError as error:
+        out.truncate(end)
+        raise _unwritable(Path(out.name), error) from error
 
 
 @dataclass(slots=True)
 class _Run:
     pending: Iterator[BatchLine]
-    out: BinaryIO
+    out: FileIO
     shown: Progress
     task: TaskID
     answered_at: float
@@ -124,7 +143,7 @@ class _Run:
             response = await self._answer(client, line)
             request_id = response.headers.get("x-request-id", "")
             text = answer_line(line.custom_id, request_id, response.status_code, response.content)
-            self.out.write(text)
+            _append(self.out, text)
             self.ended += 1
             self.refused += response.is_error
             summary = f"{self.refused} refused" if self.refused else ""

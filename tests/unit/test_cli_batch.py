@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -74,6 +76,32 @@ def test_a_run_that_was_cut_off_is_continued(url: str, tmp_path: Path) -> None:
     assert (ran.exit_code, ran.stdout) == (0, "5 requests answered, 0 refused, 4 done before\n")
     assert sorted(ids(results)) == names
     assert results.read_bytes().startswith(b"".join(whole[:4]))
+
+
+LIMITED = """
+import resource
+from baton.cli.app import app
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+app()
+"""
+
+
+def test_a_full_disk_leaves_whole_results_and_a_run_that_continues(
+    url: str, tmp_path: Path
+) -> None:
+    names = [f"line-{index}" for index in range(9)]
+    requests, results = write(tmp_path / "in.jsonl", *map(line, names)), tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", LIMITED, "batch", str(requests), str(results), "--url", url]
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.strip() == f"baton: cannot write {results}: File too large"
+    assert results.read_text().endswith("}\n")
+    before = len(ids(results))
+    assert 0 < before < 9
+    ran = run(url, requests, results)
+    told = f"{9 - before} requests answered, 0 refused, {before} done before\n"
+    assert (ran.exit_code, ran.stdout) == (0, told)
+    assert sorted(ids(results)) == names
 
 
 @pytest.mark.parametrize(
