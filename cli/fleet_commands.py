@@ -35,7 +35,7 @@ from baton.cli.terminal import (
     wait_for,
 )
 from baton.connection import DEFAULT_ADDRESS
-from baton.core.errors import NotServed
+from baton.core.errors import NotServed, UnknownModel
 from baton.core.types import Role
 from baton.v1 import cluster_pb2
 from baton.v1.cluster_pb2 import StatusResponse, WorkerStatus
@@ -59,14 +59,19 @@ def scale(
     show = PoolChanges(as_json)
     with Client(address) as client:
         pools = show(client.scale(prefill, decode, model=model))
+        name = model or pools.models[0].model
+
+        def missing(pools: cluster_pb2.PoolsResponse) -> str:
+            own = pools_of(name, pools)
+            if prefill not in (None, own.prefill) or decode not in (None, own.decode):
+                raise Unavailable(f"another change came after this one: {_sizes(own)} are wanted")
+            return missing_workers(pools.workers)
+
         if wait:
-            pools = wait_for(
-                lambda: show(client.pools()), lambda seen: missing_workers(seen.workers), timeout
-            )
+            pools = wait_for(lambda: show(client.pools()), missing, timeout)
     if not as_json:
         how = "are wanted" if missing_workers(pools.workers) else "serve"
-        own = next((each for each in pools.models if each.model == model), pools)
-        typer.echo(f"{own.prefill} prefill and {own.decode} decode workers {how}")
+        typer.echo(f"{_sizes(pools_of(name, pools))} {how}")
 
 
 class PoolChanges:
@@ -97,6 +102,18 @@ class PoolChanges:
 
 def _progress(pools: cluster_pb2.PoolsResponse) -> dict[str, str]:
     return {worker.worker_id: worker.error or worker.progress for worker in pools.workers}
+
+
+def pools_of(model: str, pools: cluster_pb2.PoolsResponse) -> cluster_pb2.ModelPools:
+    """The pools of a model. Raises UnknownModel if it was removed."""
+    for own in pools.models:
+        if own.model == model and not own.removed:
+            return own
+    raise UnknownModel(f"{model} was removed meanwhile")
+
+
+def _sizes(pools: cluster_pb2.ModelPools) -> str:
+    return f"{pools.prefill} prefill and {pools.decode} decode workers"
 
 
 def missing_workers(workers: Iterable[cluster_pb2.PooledWorker]) -> str:

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from baton import Client, Unavailable
-from baton.cli.fleet_commands import PoolChanges, missing_workers
+from baton.cli.fleet_commands import PoolChanges, missing_workers, pools_of
 from baton.cli.model_pull import pull_model
 from baton.cli.terminal import Address, AsJson, ModelName, note, print_result, wait_for
 from baton.connection import DEFAULT_ADDRESS
@@ -72,6 +72,7 @@ def add_model(
         client.add_model(name, json.dumps(keys))
 
         def missing(pools: cluster_pb2.PoolsResponse) -> str:
+            pools_of(name, pools)  # raises if it was removed
             own = [worker for worker in pools.workers if worker.model == name]
             for worker in own:
                 if worker.error:
@@ -79,7 +80,7 @@ def add_model(
                         f"{worker.worker_id} cannot start: {worker.error}; `baton model remove"
                         f" {name}` ends the attempts"
                     )
-            return missing_workers(own)
+            return missing_workers(own) if own else f"{name} has no workers yet"
 
         wait_for(lambda: show(client.pools()), missing, wait)
     print_result({"name": name}, f"{name} is served", as_json)

@@ -104,6 +104,11 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
                 worker.incarnation += worker.member.worker_id == request.worker_id
         return cluster_pb2.DrainResponse()
 
+    def AddModel(
+        self, request: cluster_pb2.NamedModel, context: grpc.ServicerContext
+    ) -> cluster_pb2.AddModelResponse:
+        return cluster_pb2.AddModelResponse()
+
     def Scale(
         self, request: cluster_pb2.ScaleRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.PoolsResponse:
@@ -169,8 +174,10 @@ def finished(tokens: int, index: int, seed: int) -> inference_pb2.Finished:
     )
 
 
-def pools(**progress: str) -> cluster_pb2.PoolsResponse:
-    """One prefill and two decode workers are wanted; the given ones are up."""
+def pools(
+    *, wanted: tuple[int, int] = (1, 2), model: str = "tale", removed: bool = False, **progress: str
+) -> cluster_pb2.PoolsResponse:
+    """The given workers are up. By default one prefill and two decode workers are wanted."""
     workers = [
         cluster_pb2.PooledWorker(
             worker_id=name.replace("_", "-"),
@@ -178,10 +185,13 @@ def pools(**progress: str) -> cluster_pb2.PoolsResponse:
             progress=words,
             ready=words == "ready",
             retiring=words == "draining",
+            model=model,
         )
         for name, words in progress.items()
     ]
-    return cluster_pb2.PoolsResponse(prefill=1, decode=2, workers=workers)
+    prefill, decode = wanted
+    own = cluster_pb2.ModelPools(model=model, prefill=prefill, decode=decode, removed=removed)
+    return cluster_pb2.PoolsResponse(prefill=prefill, decode=decode, workers=workers, models=[own])
 
 
 def cluster_status() -> cluster_pb2.StatusResponse:

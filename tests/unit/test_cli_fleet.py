@@ -10,7 +10,7 @@ from scripted_router import ScriptedRouter, pools
 
 from baton.cli.fleet_commands import is_back
 from baton.core.errors import Unavailable
-from baton.v1 import worker_pb2
+from baton.v1 import cluster_pb2, worker_pb2
 
 
 def test_drain_waits_until_the_worker_is_gone(router: ScriptedRouter) -> None:
@@ -138,6 +138,46 @@ def test_scale_names_late_workers(router: ScriptedRouter) -> None:
     ended = run(router, "scale", "--decode", "2", "--timeout", "0")
     assert ended.exit_code == 1
     assert "not yet as wanted: decode-0 (starting)" in ended.stderr
+
+
+def test_scale_fails_when_another_change_comes_after_it(router: ScriptedRouter) -> None:
+    router.pools = [
+        pools(wanted=(1, 1), prefill_0="ready", decode_0="ready", decode_1="draining"),
+        pools(wanted=(1, 2), prefill_0="ready", decode_0="ready", decode_1="ready"),
+    ]
+    ended = run(router, "scale", "--decode", "1")
+    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert ended.stderr.splitlines()[-1] == (
+        "baton: another change came after this one: 1 prefill and 2 decode workers are wanted"
+    )
+
+
+def test_scale_fails_when_the_model_is_removed(router: ScriptedRouter) -> None:
+    router.pools = [pools(prefill_0="ready", decode_0="starting"), pools(model="other")]
+    ended = run(router, "scale", "--decode", "2")
+    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert ended.stderr.splitlines()[-1] == "baton: tale was removed meanwhile"
+
+
+def test_a_model_is_added_once_its_workers_serve(router: ScriptedRouter) -> None:
+    router.pools = [
+        pools(),
+        pools(prefill_0="ready", decode_0="starting"),
+        pools(prefill_0="ready", decode_0="ready"),
+    ]
+    ended = run(router, "model", "add", "tale", "org/tale")
+    assert (ended.exit_code, ended.stdout) == (0, "tale is served\n")
+    assert len(router.pools) == 1
+
+
+@pytest.mark.parametrize("left", [pools(removed=True), pools(model="other", prefill_0="ready")])
+def test_a_model_that_is_removed_while_it_starts_is_not_added(
+    router: ScriptedRouter, left: cluster_pb2.PoolsResponse
+) -> None:
+    router.pools = [pools(prefill_0="starting"), left]
+    ended = run(router, "model", "add", "tale", "org/tale")
+    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert ended.stderr.splitlines()[-1] == "baton: tale was removed meanwhile"
 
 
 @pytest.mark.parametrize("flags", [[], ["--decode", "0"]])
