@@ -169,6 +169,8 @@ class _Session:
         signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: signals.put(True))
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            signal.signal(signal.SIGHUP, lambda *_: self._hang_up(signals))
         # Not on this thread: Ray would take its signals.
         threads = ThreadPoolExecutor(max_workers=1)
         running = threads.submit(self._run)
@@ -176,6 +178,12 @@ class _Session:
         running.add_done_callback(lambda _: signals.put(False))
         self._supervise(running, signals)
         running.result()
+
+    @staticmethod
+    def _hang_up(signals: queue.SimpleQueue[bool]) -> None:
+        """Handles the end of the terminal, of which the kernel and a shell may both tell."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signals.put(True)
 
     def _supervise(self, running: Future[None], signals: queue.SimpleQueue[bool]) -> None:
         while not running.done():

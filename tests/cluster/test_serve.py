@@ -239,6 +239,30 @@ def test_progress_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
         starting.wait_gone()
 
 
+def test_a_terminal_that_is_closed_stops_it_once(tmp_path: Path) -> None:
+    """The kernel and a shell may both tell of its end."""
+    with Serve(tmp_path) as starting:
+        starting.wait_for("importing torch")
+        for _ in range(3):
+            starting.send(signal.SIGHUP)
+            time.sleep(0.05)
+        assert (starting.wait(), starting.stderr) == (0, "")
+        assert "stopping …" in starting.stdout
+        assert "ending all requests" not in starting.stdout
+        starting.wait_gone()
+
+
+def test_under_nohup_it_outlives_the_terminal(tmp_path: Path) -> None:
+    with Serve(tmp_path, before=["nohup"]) as starting:
+        starting.wait_for("starting Ray")
+        starting.send(signal.SIGHUP)
+        starting.wait_for("importing torch")
+        assert "stopping …" not in starting.stdout
+        starting.send(signal.SIGTERM)
+        assert starting.wait() == 0
+        starting.wait_gone()
+
+
 def test_a_signal_to_the_whole_group_leaves_nothing_behind(tmp_path: Path) -> None:
     """`timeout` and supervisors send SIGTERM to every process of a group."""
     with Serve(tmp_path) as starting:
