@@ -49,7 +49,8 @@ class Terminal:
         """Reads until `text` is shown, and drops everything up to it."""
         deadline = time.monotonic() + 20
         while text not in self.shown:
-            ready, _, _ = select.select([self._screen], [], [], deadline - time.monotonic())
+            left = max(0.0, deadline - time.monotonic())  # what came during a stall counts
+            ready, _, _ = select.select([self._screen], [], [], left)
             assert ready, f"{text!r} never came; the terminal shows {self.shown!r}"
             self.shown += os.read(self._screen, 4096).decode()
         self.shown = self.shown.partition(text)[2]
