@@ -75,7 +75,9 @@ def _exchange(process: subprocess.Popen[bytes], asked: bytes) -> bytes:
     """Raises TimeoutError, and EOFError or BrokenPipeError if the process ends."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(asked)
+    unsent = memoryview(asked)
+    while unsent:
+        unsent = unsent[process.stdin.write(unsent) :]
     answer, pipe = b"", process.stdout.fileno()
     deadline = time.monotonic() + CHECK_SECONDS
     while not answer.endswith(b"\n"):
