@@ -281,7 +281,12 @@ class Structure:
     kind: Literal["json_schema", "regex", "lark", "call"]
     source: str
     given_as: str = field(default="", compare=False)
-    """The request's field, for errors."""
+    """The request's field; by default that of gRPC."""
+
+    @property
+    def request_field(self) -> str:
+        """The field that errors name."""
+        return self.given_as or {"lark": "grammar", "call": "tools"}.get(self.kind, self.kind)
 
 
 ToolFormatName = Literal[

@@ -30,8 +30,6 @@ from baton.router.prompts.grammar_process import ONE_LINE
 
 ANY_OBJECT = Structure("json_schema", '{"type": "object"}')
 
-_FIELDS = {"lark": "grammar", "call": "tools"}
-
 KEPT_GRAMMARS = 256
 """Validated grammars that are remembered."""
 
@@ -113,7 +111,7 @@ def _parts(grammar: str, name: str) -> list[dict[str, object]]:
 
 
 def _invalid(structure: Structure, fault: str) -> InvalidGrammar:
-    field = structure.given_as or _FIELDS.get(structure.kind, structure.kind)
+    field = structure.request_field
     if structure.kind == "call":  # the caller has not seen this grammar, but knows the schemas
         fault = fault.partition("\n")[0].rpartition("JSON schema: ")[2]
     return InvalidGrammar(f"{field} cannot be used: {fault}", field=field)

@@ -237,7 +237,11 @@ class Serving(ActiveRequests):
         grammar = await self._grammar(request, thinking=prompt.thinking)
         work = self._work(request, prompt, context, grammar)
         task = AnswerTask(request, work, first, entries, thinking=prompt.thinking)
-        return await self._answering.run(task, emit)
+        try:
+            return await self._answering.run(task, emit)
+        except InvalidGrammar as error:  # a worker's, which does not know the field
+            error.field = request.structure.request_field if request.structure else "tools"
+            raise
 
     def _prompt_rules(self, request: Request) -> tuple[Text, int, PageNaming | None]:
         """Returns the tokenizer for the request's prompt, the length that it must stay below, and
@@ -291,7 +295,8 @@ class Serving(ActiveRequests):
             async with asyncio.timeout(GRAMMAR_SECONDS):
                 grammars = [await self._in_thread(grammar_of, each) for each in structures]
         except TimeoutError:
-            raise InvalidGrammar("the structure took too long to check", field="grammar") from None
+            field = structures[0].request_field
+            raise InvalidGrammar("the structure took too long to check", field=field) from None
         return answers.composed(grammars, request, special_id, thinking=thinking)
 
 

@@ -81,6 +81,11 @@ def test_a_bad_structure_is_named(shallow_sdk: openai.OpenAI, shallow_idle: Proc
     with pytest.raises(openai.BadRequestError, match="strin") as refused:
         shallow_sdk.chat.completions.create(model=MODEL, messages=ASKED, response_format=bad)  # type: ignore[call-overload]
     assert (refused.value.param, refused.value.code) == ("response_format", "invalid_grammar")
+    # A schema without an end, which only a worker finds.
+    endless = {"guided_json": {"$ref": "#"}}
+    with pytest.raises(openai.BadRequestError, match="allows no token") as refused:
+        shallow_sdk.completions.create(model=MODEL, prompt="x", extra_body=endless)
+    assert (refused.value.param, refused.value.code) == ("guided_json", "invalid_grammar")
     with shallow_idle.client() as client:
         with pytest.raises(baton.InvalidGrammar, match="unclosed"):
             client.generate("x", regex="(")
