@@ -247,6 +247,12 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
         InvalidRequest,
     ),
     ({"mcp_servers": [{}]}, "mcp_servers", NotServed),
+    ({"n": 2}, "n", NotServed),
+    ({"stop": ["a"]}, "stop", NotServed),
+    ({"logprobs": True}, "logprobs", NotServed),
+    ({"regex": "a"}, "regex", NotServed),
+    ({"response_format": {"type": "json_object"}}, "response_format", NotServed),
+    ({"max_completion_tokens": 3}, "max_completion_tokens", NotServed),
     ({"thread": {"type": "create"}}, "thread", NotServed),
     ({"stop_sequences": [""]}, "stop_sequences[0]", InvalidRequest),
 ]

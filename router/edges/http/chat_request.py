@@ -23,7 +23,7 @@ from baton.core.errors import InvalidRequest, NotServed
 from baton.core.generation_defaults import GenerationDefaults
 from baton.core.types import ChatPrompt, Message, Prompt, Request, Tool, ToolCall
 from baton.router.answers.answer_format import with_tools
-from baton.router.edges.http.completion_request import ChoicesRequest
+from baton.router.edges.http.completion_request import ChoicesRequest, StructureFields
 from baton.router.edges.http.generation_request import (
     MAX_PROMPT_CHARACTERS,
     PromptText,
@@ -330,6 +330,25 @@ class ChatRequest(ChatFields, ChoicesRequest):
         prompt = self.chat_prompt(self.messages)
         predicted = self.prediction.text() if self.prediction else ""
         return (self._first(request_id, defaults, prompt, logprobs=logprobs, prediction=predicted),)
+
+
+def chat_fields(answer: str, structure: str) -> dict[str, Unserved]:
+    """Fields of chats that change an answer, for an endpoint without them, whose answers have
+    another name and whose structure is in the field `structure`."""
+    other = Unserved(f"a structure other than {structure}", ("",))
+    scores = f"log probabilities of a {answer}"
+    return {
+        "n": Unserved("several answers to one request", (1,)),
+        **dict.fromkeys(StructureFields.model_fields, other),
+        "response_format": Unserved(f"a field of chats; send {structure}", ({"type": "text"},)),
+        "structured_outputs": other._replace(harmless=({},)),
+        "logprobs": Unserved(scores, (False,)),
+        "top_logprobs": Unserved(scores, (0,)),
+        "return_token_ids": Unserved(f"token ids of a {answer}", (False,)),
+        "chat_template_kwargs": Unserved("variables of the chat template", ({},)),
+        "add_generation_prompt": Unserved("a prompt that ends with its messages", (True,)),
+        "continue_final_message": Unserved("continuation of the last message", (False,)),
+    }
 
 
 class TokenizeRequest(ChatFields):

@@ -17,6 +17,7 @@ from baton.router.edges.http.chat_request import (
     Effort,
     TextPart,
     ToolText,
+    chat_fields,
     choose_tools,
     joined,
     template_kwargs,
@@ -220,6 +221,10 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     unserved: ClassVar[dict[str, Unserved]] = {
         **GenerationRequest.unserved,
         **CountTokensRequest.unserved,
+        **chat_fields("message", "output_config.format"),
+        "stop": Unserved("a field of chats; send stop_sequences", ([],)),
+        "max_completion_tokens": Unserved("a field of chats; send max_tokens"),
+        "reasoning_effort": Unserved("a field of chats; send output_config.effort"),
     }
 
     def _retain_seconds(self) -> int:

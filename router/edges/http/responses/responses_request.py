@@ -20,12 +20,12 @@ from baton.router.edges.http.chat_request import (
     Effort,
     RefusalPart,
     ToolText,
+    chat_fields,
     choose_tools,
     joined,
     known_choice,
     template_kwargs,
 )
-from baton.router.edges.http.completion_request import StructureFields
 from baton.router.edges.http.generation_request import (
     MAX_PROMPT_CHARACTERS,
     GenerationRequest,
@@ -265,25 +265,7 @@ _Items = Annotated[
 ]
 
 
-# Fields of chats, which change an answer.
-_STRUCTURE = Unserved("a structure other than text.format", ("",))
 _LENGTH = Unserved("a field of chats; send max_output_tokens")
-_CHAT_FIELDS: dict[str, Unserved] = {
-    "n": Unserved("several answers to one request", (1,)),
-    "stop": Unserved("stop strings", ([],)),
-    "max_tokens": _LENGTH,
-    "max_completion_tokens": _LENGTH,
-    **dict.fromkeys(StructureFields.model_fields, _STRUCTURE),
-    "response_format": Unserved("a field of chats; send text.format", ({"type": "text"},)),
-    "structured_outputs": _STRUCTURE._replace(harmless=({},)),
-    "logprobs": Unserved("log probabilities of a response", (False,)),
-    "top_logprobs": Unserved("log probabilities of a response", (0,)),
-    "return_token_ids": Unserved("token ids of a response", (False,)),
-    "reasoning_effort": Unserved("a field of chats; send reasoning.effort"),
-    "chat_template_kwargs": Unserved("variables of the chat template", ({},)),
-    "add_generation_prompt": Unserved("a prompt that ends with its messages", (True,)),
-    "continue_final_message": Unserved("continuation of the last message", (False,)),
-}
 
 
 class ResponsesRequest(GenerationRequest):
@@ -305,7 +287,11 @@ class ResponsesRequest(GenerationRequest):
 
     unserved: ClassVar[dict[str, Unserved]] = {
         **ChatRequest.unserved,
-        **_CHAT_FIELDS,
+        **chat_fields("response", "text.format"),
+        "stop": Unserved("stop strings", ([],)),
+        "max_tokens": _LENGTH,
+        "max_completion_tokens": _LENGTH,
+        "reasoning_effort": Unserved("a field of chats; send reasoning.effort"),
         "background": Unserved("background responses", (False,)),
         "conversation": Unserved("conversations; send previous_response_id"),
         "prompt": Unserved("stored prompts"),
