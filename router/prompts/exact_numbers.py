@@ -6,6 +6,8 @@ EXACT = 2**53 - 1
 """Up to here each integer is a number of its own."""
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+"""Their keys are names of the caller's, such as a property `const`."""
 
 
 def with_exact_numbers(schema: object) -> object:
@@ -22,6 +24,8 @@ def with_exact_numbers(schema: object) -> object:
 
 
 def _exact_value(name: str, value: object) -> object:
+    if name in _BY_NAME and isinstance(value, dict):
+        return {each: with_exact_numbers(schema) for each, schema in value.items()}
     if name in _BOUNDS and isinstance(value, int | float):
         return value if -EXACT <= value <= EXACT else _nearest(name, value)
     return value if name in ("const", "enum") else with_exact_numbers(value)

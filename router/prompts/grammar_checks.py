@@ -8,9 +8,10 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -75,19 +76,31 @@ def _exchange(process: subprocess.Popen[bytes], asked: bytes) -> bytes:
     """Raises TimeoutError, and EOFError or BrokenPipeError if the process ends."""
     assert process.stdin is not None
     assert process.stdout is not None
-    unsent = memoryview(asked)
-    while unsent:
-        unsent = unsent[process.stdin.write(unsent) :]
-    answer, pipe = b"", process.stdout.fileno()
+    os.set_blocking(process.stdin.fileno(), False)
+    unsent, answer = memoryview(asked), b""
     deadline = time.monotonic() + CHECK_SECONDS
-    while not answer.endswith(b"\n"):
-        if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError
-        read = os.read(pipe, 2**16)
-        if not read:
-            raise EOFError
-        answer += read
+    with selectors.DefaultSelector() as ready:  # select() refuses the numbers of a busy router
+        sending = ready.register(process.stdin, selectors.EVENT_WRITE)
+        ready.register(process.stdout, selectors.EVENT_READ)
+        while not answer.endswith(b"\n"):
+            found = ready.select(max(0.0, deadline - time.monotonic()))
+            if not found:
+                raise TimeoutError
+            for key, _ in found:
+                if key is not sending:
+                    answer += _read(key.fd)
+                    continue
+                with contextlib.suppress(BlockingIOError):
+                    unsent = unsent[os.write(key.fd, unsent) :]
+                if not unsent:
+                    ready.unregister(process.stdin)
     return answer
+
+
+def _read(pipe: int) -> bytes:
+    if read := os.read(pipe, 2**16):
+        return read
+    raise EOFError
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -218,10 +219,30 @@ def test_a_structure_that_takes_long_to_check_is_refused(monkeypatch: pytest.Mon
     assert checks.check("regex", "a") == (grammar_of(Structure("regex", "a")), "")
     assert checks._process is not None
     os.kill(checks._process.pid, signal.SIGSTOP)
+    # More than a pipe holds.
+    long = "b" * 100_000
     with monkeypatch.context() as patched:
         patched.setattr(grammar_checks, "CHECK_SECONDS", 0.1)
-        assert checks.check("regex", "b") == ("", "checking it takes more than 0.1 seconds")
-    assert checks.check("regex", "b") == (grammar_of(Structure("regex", "b")), "")
+        assert checks.check("regex", long) == ("", "checking it takes more than 0.1 seconds")
+    assert checks.check("regex", long) == (grammar_of(Structure("regex", long)), "")
+
+
+def test_structures_are_checked_beside_thousands_of_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.dup(0) for _ in range(1100)]
+    try:
+        assert grammar_checks.GrammarChecks().check("regex", "a")[1] == ""
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("name", ["const", "enum", "minimum"])
+def test_a_property_may_be_named_as_a_keyword(name: str) -> None:
+    inner = {"type": "integer", "maximum": 2**64}
+    grammar_of(Structure("json_schema", json.dumps({"properties": {name: inner}})))
 
 
 def test_a_fork_checks_structures_in_a_process_of_its_own() -> None:
