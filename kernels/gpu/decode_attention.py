@@ -17,26 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.gpu import hopper_codes
 from baton.kernels.gpu.fixed_order import (
     SPLIT,
     TILE,
     attend,
     column_blocks,
     cut_columns,
-    inverse_size,
     merge_blocks,
     tile_of,
     zero_sums,
 )
-from baton.kernels.gpu.head_codes import encode_heads, head_columns, is_coded, store_codes
+from baton.kernels.gpu.head_codes import head_columns, is_coded
+from baton.kernels.gpu.new_token import prepare_token
 from baton.kernels.gpu.pages import load_pages, load_tile
-from baton.kernels.gpu.rotary import (
-    HeadShape,
-    Projected,
-    load_pairs,
-    load_turn,
-    prepare_heads,
-)
+from baton.kernels.gpu.rotary import HeadShape, Projected
 from baton.kernels.gpu.splits import (
     WANTED_PROGRAMS,
     SplitWorkspace,
@@ -82,6 +77,28 @@ def decode_attention(
     a position's cosines, then its sines. kv_layer [page, 2, token, kv_head, dim] is one
     layer of the pool.
     """
+    coded = hopper_codes.supports(projected.qkv.dtype, kv_layer, shape)
+    attend = hopper_codes.attend if coded else decode_anywhere
+    return attend(
+        projected, cos_sin, rows, positions, page_table, kv_layer, shape, workspace, out,
+        query_norm, key_norm,
+    )  # fmt: skip
+
+
+def decode_anywhere(
+    projected: Projected,
+    cos_sin: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    shape: HeadShape,
+    workspace: SplitWorkspace,
+    out: Tensor,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+) -> Tensor:
+    """As decode_attention, on any GPU."""
     qkv, squares, bias = projected.qkv, projected.squares, projected.bias
     batch, group = len(qkv), shape.heads // shape.kv_heads
     programs = programs_for(batch, shape.kv_heads, wanted_programs(shape.head_dim * qkv.itemsize))
@@ -160,19 +177,6 @@ def tiles_ahead(tile_bytes: int) -> int:
     if tile_bytes > 32 << 10:
         return 1
     return 3 if tile_bytes <= SMALL_BYTES * TILE else 2
-
-
-@triton.jit
-def _store(pointer, head, dim, DIM: tl.constexpr, CODED: tl.constexpr):
-    """Stores head [1, BLOCK_D], as numbers or as codes with their scales."""
-    inside = (dim < DIM)[None, :]
-    if CODED:
-        wide = tl.where(inside, head.to(tl.float32), 0.0)
-        codes, scales, _ = encode_heads(wide, dim, DIM, pointer.dtype.element_ty)
-        one = tl.arange(0, 1)
-        store_codes(pointer + one, codes, scales, dim, one == 0, DIM)
-    else:
-        tl.store(pointer + dim[None, :], head, mask=inside)
 
 
 @triton.jit
@@ -322,48 +326,13 @@ def _decode(
         begin = (before + program * mine) * SPLIT
         end = tl.minimum((before + (program + 1) * mine) * SPLIT, position + 1)
         pages = load_pages(table, begin, first, end, TILE, PAGE_SIZE)
-        dim = tl.arange(0, BLOCK_D)
-        in_dim = dim < DIM
         member = tl.arange(0, BLOCK_G)
-        in_group = (member < GROUP)[:, None] & in_dim[None, :]
-        size, turn, norm, key_norm = 1.0, (1.0, 0.0), (1.0, 1.0), (1.0, 1.0)
-        bias, key_bias, value_bias = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
-        new = qkv_pointer + sequence.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
-        at = (head * GROUP + member)[:, None] * DIM + dim[None, :]
-        key_at = (HEADS + head) * DIM + dim[None, :]
-        value_at = (HEADS + KV_HEADS + head) * DIM + dim[None, :]
-        here = in_dim[None, :]
-        if SCALED:
-            size = inverse_size(tl.load(squares_pointer + sequence), epsilon, INPUTS)
-        if BIAS:
-            bias = load_pairs(bias_pointer, at, in_group)
-            key_bias = load_pairs(bias_pointer, key_at, here)
-            value_bias = load_pairs(bias_pointer, value_at, here)
-        if NORMS:
-            norm = load_pairs(query_norm_pointer, dim[None, :], here)
-            key_norm = load_pairs(key_norm_pointer, dim[None, :], here)
-        if ROTATES:
-            turn = load_turn(cos_sin_pointer, position, dim, DIM)
-
-        if program == (active - 1) // mine:
-            key, _ = prepare_heads(
-                load_pairs(new, key_at, here), size, key_bias, key_norm, turn, head_epsilon,
-                DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
-            )  # fmt: skip
-            _, value = prepare_heads(
-                load_pairs(new, value_at, here), size, value_bias, key_norm, turn, head_epsilon,
-                DIM, BLOCK_D, SCALED, BIAS, False, False,
-            )  # fmt: skip
-            page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
-            spot = kv_pointer + page * page_stride + (position % PAGE_SIZE) * (KV_HEADS * HEAD)
-            _store(spot + head * HEAD, key, dim, DIM, CODED)
-            _store(spot + head * HEAD + value_offset, value, dim, DIM, CODED)
-            tl.debug_barrier()
-
-        # The queries of the heads that share this key head: [BLOCK_G, BLOCK_D].
-        query, _ = prepare_heads(
-            load_pairs(new, at, in_group), size, bias, norm, turn, head_epsilon,
-            DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
+        query = prepare_token(
+            tl.arange(0, BLOCK_D), member, tl.arange(0, 1), qkv_pointer, squares_pointer,
+            bias_pointer, cos_sin_pointer, table, kv_pointer, query_norm_pointer, key_norm_pointer,
+            sequence, head, position, program == (active - 1) // mine, epsilon, head_epsilon,
+            page_stride, value_offset, PAGE_SIZE, HEADS, KV_HEADS, GROUP, BLOCK_G, DIM, HEAD,
+            BLOCK_D, CODED, INPUTS, SCALED, BIAS, NORMS, ROTATES,
         )  # fmt: skip
         out = out_pointer + sequence.to(tl.int64) * (HEADS * DIM) + (head * GROUP + member) * DIM
         place = (sequence * HEADS + head * GROUP + member).to(tl.int64) * splits - before

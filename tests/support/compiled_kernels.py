@@ -37,6 +37,7 @@ from baton.engine.step import Plan
 from baton.engine.weights import load_model
 from baton.kernels.gpu import (
     hopper_chunks,
+    hopper_codes,
     hopper_latents,
     long_attention,
     packed_rows,
@@ -58,6 +59,7 @@ CASES: tuple[tuple[dict[str, object], WeightQuantization, KvDtype, Numerics], ..
     (SHAPE | {"hidden_size": 768}, "int4", "int4", Numerics.INVARIANT),
     (EXPERTS, "none", "auto", Numerics.INVARIANT),
     (SINKS, "none", "auto", Numerics.INVARIANT),
+    (SINKS, "none", "fp8", Numerics.INVARIANT),
     (LATENTS, "none", "auto", Numerics.INVARIANT),
     (SHORT_LATENTS, "none", "auto", Numerics.FAST),
     (SHAPE | {"model_type": "olmo2"}, "none", "auto", Numerics.INVARIANT),
@@ -99,7 +101,7 @@ def pretend_to_be_hopper() -> None:
     for module in (hopper_chunks, hopper_latents):
         module.copies_pages = lambda kv_layer: kv_layer.dtype in long_attention.ELEMENTS
     hopper_chunks._chip_programs = lambda device: 132
-    packed_rows._hopper = lambda device: True
+    hopper_codes._hopper = packed_rows._hopper = lambda device: True
     prefetch.can_prefetch = lambda device: True
     long_attention.supports = lambda head_dim, dtype, device: head_dim in hopper_chunks.ROOMS
 
