@@ -144,17 +144,34 @@ def shrink_first(
 
 
 @triton.jit
+def known_before(
+    slots_pointer,
+    tiles_pointer,
+    rows,
+    tiles,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """What `adapt` needs and does not depend on the product: the slots of the first group's lanes,
+    which rows have an adapter, and how many groups have."""
+    row = tl.arange(0, BLOCK_M)
+    adapted = tl.load(slots_pointer + row, mask=row < rows, other=-1)[None, :] >= 0
+    lanes = _slots_of_lanes(0, tiles_pointer, tiles, RANK, WIDTH)
+    return lanes, adapted, _count_groups(tiles_pointer, tiles, RANK, WIDTH)
+
+
+@triton.jit
 def adapt(
     sums,
     ups,
+    known,
     start,
-    slots_pointer,
     tiles_pointer,
     b_pointer,
     shrunk_pointer,
     ready_pointer,
     dtype: tl.constexpr,
-    rows,
     outputs,
     tiles,
     groups,
@@ -169,16 +186,14 @@ def adapt(
     BLOCK_N: tl.constexpr,
 ):
     """Adds what adapters add to products [BLOCK_N, BLOCK_M] of columns from `start` on, and to
-    their ups, which are rounded as the matrix library's; rounds the sums."""
+    their ups, which are rounded as the matrix library's; rounds the sums. `known` is
+    known_before's."""
     # What does not depend on the programs that shrink is loaded before waiting for them.
-    row, up_start, every = tl.arange(0, BLOCK_M), start + outputs, outputs * (2 if GATED else 1)
-    b = _load_b(0, tiles_pointer, b_pointer, start, tiles, every, b_stride, RANK, WIDTH, BLOCK_N)
+    lanes, adapted, active = known
+    up_start, every = start + outputs, outputs * (2 if GATED else 1)
+    b = _load_b(lanes, b_pointer, start, every, b_stride, RANK, WIDTH, BLOCK_N)
     if GATED:
-        up_b = _load_b(
-            0, tiles_pointer, b_pointer, up_start, tiles, every, b_stride, RANK, WIDTH, BLOCK_N
-        )
-    adapted = tl.load(slots_pointer + row, mask=row < rows, other=-1)[None, :] >= 0
-    active = _count_groups(tiles_pointer, tiles, RANK, WIDTH)
+        up_b = _load_b(lanes, b_pointer, up_start, every, b_stride, RANK, WIDTH, BLOCK_N)
     _await(ready_pointer, shrinkers)
     number = part_of(start, FIRST_END, SECOND_END) * groups
     x = _load_lanes(shrunk_pointer, number, WIDTH, BLOCK_M)
@@ -216,20 +231,18 @@ def _count_groups(tiles_pointer, tiles, RANK: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def _load_b(
-    group,
-    tiles_pointer,
+    slot,
     b_pointer,
     start,
-    tiles,
     outputs,
     slot_stride,
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Columns from `start` on of B, of the adapters of a group of tiles: [BLOCK_N, WIDTH]."""
+    """Columns from `start` on of B, of the adapters in the slots [WIDTH] of a group's lanes:
+    [BLOCK_N, WIDTH]."""
     column, lane = start + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
-    slot = _slots_of_lanes(group, tiles_pointer, tiles, RANK, WIDTH)
     at = column[:, None] * RANK + (slot.to(tl.int64) * slot_stride + lane % RANK)[None, :]
     mask = (column < outputs)[:, None] & (slot >= 0)[None, :]
     return tl.load(b_pointer + at, mask=mask, other=0.0)
@@ -281,10 +294,8 @@ def _added_columns(
         own = (part_of_column == part)[:, None]
         for group in range(active):
             if (group > 0) | (part > first):
-                b = _load_b(
-                    group, tiles_pointer, b_pointer, start, tiles, outputs, slot_stride, RANK,
-                    WIDTH, BLOCK_N,
-                )  # fmt: skip
+                lanes = _slots_of_lanes(group, tiles_pointer, tiles, RANK, WIDTH)
+                b = _load_b(lanes, b_pointer, start, outputs, slot_stride, RANK, WIDTH, BLOCK_N)
                 x = _load_lanes(shrunk_pointer, part * groups + group, WIDTH, BLOCK_M)
             added = tl.dot(tl.where(own, b, tl.zeros_like(b)), x, added, input_precision="ieee")
     return added

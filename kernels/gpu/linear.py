@@ -22,7 +22,12 @@ from torch import Tensor
 
 from baton.kernels.fp8 import Fp8Weight
 from baton.kernels.gpu import packed_rows
-from baton.kernels.gpu.few_adapters import adapt, adapter_arguments, shrink_first
+from baton.kernels.gpu.few_adapters import (
+    adapt,
+    adapter_arguments,
+    known_before,
+    shrink_first,
+)
 from baton.kernels.gpu.fixed_order import awaited, square_columns
 from baton.kernels.gpu.fp8_rows import fp8_rows
 from baton.kernels.gpu.low_rank import ProductAdapters
@@ -243,7 +248,7 @@ def _few_rows(
 ):
     program = tl.program_id(0) - shrinkers
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    if RANK > 0:  # noqa: SIM102 (a constant)
+    if RANK > 0:
         if program < 0:
             shrink_first(
                 program + shrinkers, slots_pointer, tiles_pointer, shrunk_x_pointer, a_pointer,
@@ -252,6 +257,8 @@ def _few_rows(
                 WIDTH, DEPTH, STAGES, BLOCK_M, AHEAD_OF_B,
             )  # fmt: skip
             return
+        # Loaded here, since all programs would wait for it after their sums.
+        known = known_before(slots_pointer, tiles_pointer, rows, tiles, RANK, WIDTH, BLOCK_M)
     column = program * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     in_rows, in_columns = row < rows, column < outputs
@@ -310,9 +317,9 @@ def _few_rows(
         ups = ups.to(dtype).to(tl.float32)
     if RANK > 0:
         sums, ups = adapt(
-            sums, ups, program * BLOCK_N, slots_pointer, tiles_pointer, b_pointer, shrunk_pointer,
-            ready_pointer, dtype, rows, outputs, tiles, groups, shrinkers, b_stride, GATED, RANK,
-            WIDTH, FIRST_END, SECOND_END, BLOCK_M, BLOCK_N,
+            sums, ups, known, program * BLOCK_N, tiles_pointer, b_pointer, shrunk_pointer,
+            ready_pointer, dtype, outputs, tiles, groups, shrinkers, b_stride, GATED, RANK, WIDTH,
+            FIRST_END, SECOND_END, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     part = tl.arange(0, BLOCK_PARTS)
     if ADDS:
