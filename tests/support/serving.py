@@ -27,6 +27,8 @@ FREE_PORTS = ["--port", "0", "--http-port", "0", "--metrics-port", "0"]
 START_SECONDS = STOP_SECONDS = 120.0
 # How long the kernel may take to reap killed processes.
 GONE_SECONDS = 5.0
+# A suite under nohup passes its ignored SIGHUP on, and `baton serve` would leave it ignored.
+_AS_IN_A_TERMINAL = ["env", "--default-signal=HUP"]
 
 
 class Command:
@@ -40,7 +42,7 @@ class Command:
         self.began = time.monotonic()
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self._popen = subprocess.Popen(
-                arguments,
+                [*_AS_IN_A_TERMINAL, *arguments],
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
