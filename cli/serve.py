@@ -159,6 +159,7 @@ class _Session:
     cluster: Cluster | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     stop_now: threading.Event = field(default_factory=threading.Event)
+    hung_up: bool = False
     ends_by: float = math.inf  # in time.monotonic's seconds; then everything is killed
     printed: dict[str, str] = field(default_factory=dict)  # progress of each process
     began: float = field(default_factory=time.monotonic)
@@ -166,38 +167,50 @@ class _Session:
 
     def serve(self) -> None:
         # Handlers only put into it: a lock or a print could be interrupted by the next signal.
-        signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: signals.put(True))
+        signals: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
-            signal.signal(signal.SIGHUP, lambda *_: self._hang_up(signals))
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, lambda number, _: signals.put(number))
         # Not on this thread: Ray would take its signals.
         threads = ThreadPoolExecutor(max_workers=1)
         running = threads.submit(self._run)
         threads.shutdown(wait=False)
-        running.add_done_callback(lambda _: signals.put(False))
+        running.add_done_callback(lambda _: signals.put(None))
         self._supervise(running, signals)
+        self._ignore(numbers)
         running.result()
 
     @staticmethod
-    def _hang_up(signals: queue.SimpleQueue[bool]) -> None:
-        """Handles the end of the terminal, of which the kernel and a shell may both tell."""
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signals.put(True)
+    def _ignore(numbers: list[signal.Signals]) -> None:
+        """Leaves the exit code to this process: all has ended, and Python's end restores the
+        defaults, with which a late signal would kill it."""
+        end_after(_NOW_SECONDS)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
-    def _supervise(self, running: Future[None], signals: queue.SimpleQueue[bool]) -> None:
+    def _supervise(self, running: Future[None], signals: queue.SimpleQueue[int | None]) -> None:
         while not running.done():
             # Bounded: a signal that another thread receives does not wake this one.
             with contextlib.suppress(queue.Empty):
-                if signals.get(timeout=_WATCH_SECONDS):
-                    self._stop()
+                if number := signals.get(timeout=_WATCH_SECONDS):
+                    self._handle(number)
             if self.cluster and self.cluster.has_lost_ray:
                 self._end_within(_AFTER_RAY_SECONDS)
             if self.ends_by < math.inf and not running.done():
                 self._limit(self.ends_by - time.monotonic())
 
+    def _handle(self, number: int) -> None:
+        """Counts the end of the terminal once: the kernel and a shell may both tell of it."""
+        if number == signal.SIGHUP:
+            if self.hung_up:
+                return
+            self.hung_up = True
+        self._stop()
+
     def _stop(self) -> None:
-        """Handles a signal."""
+        """Handles a signal that counts."""
         if self.watch:
             said, seconds = "the cluster keeps running without this command", _NOW_SECONDS
         elif not self.stopped.is_set():

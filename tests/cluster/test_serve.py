@@ -240,12 +240,10 @@ def test_progress_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_is_closed_stops_it_once(tmp_path: Path) -> None:
-    """The kernel and a shell may both tell of its end."""
+    """The kernel and a shell may both tell of its end, also while the command ends."""
     with Serve(tmp_path) as starting:
         starting.wait_for("importing torch")
-        for _ in range(3):
-            starting.send(signal.SIGHUP)
-            time.sleep(0.05)
+        starting.send_until_the_end(signal.SIGHUP)
         assert (starting.wait(), starting.stderr) == (0, "")
         assert "stopping …" in starting.stdout
         assert "ending all requests" not in starting.stdout

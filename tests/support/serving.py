@@ -74,6 +74,14 @@ class Command:
         else:
             self._popen.send_signal(number)
 
+    def send_until_the_end(self, number: signal.Signals) -> None:
+        """Sends it every few milliseconds, until the command has ended."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._popen.poll() is None:
+            assert time.monotonic() < deadline, "it did not end"
+            self.send(number)
+            time.sleep(0.003)
+
     def wait(self) -> int:
         """The exit code."""
         return self._popen.wait(STOP_SECONDS)
