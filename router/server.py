@@ -83,7 +83,8 @@ class RouterServer:
         """Serves on the configured port. The members come from the controller at that address, or
         without one from the configuration."""
         check_router(self._config)
-        self._check_open_files(raise_open_files())
+        self._open_files = raise_open_files()
+        self._check_open_files(self._open_files)
         self._keys = KeyRing(self._config.router.keys)
         shared = await self._make_shared_parts()
         self._responses = shared.responses
@@ -218,7 +219,7 @@ class RouterServer:
             from baton.router.edges.http.batches.batch_store import open_batches
             from baton.router.edges.http.batches.spare_capacity import SpareCapacity
             from baton.router.edges.http.http_app import HttpApp
-            from baton.router.edges.http.http_server import HttpServer
+            from baton.router.edges.http.http_server import MAX_CONNECTIONS, HttpServer
         except ModuleNotFoundError as missing:
             library = str(missing.name).partition(".")[0]
             log.warning("%s is not installed: gRPC is served, HTTP is not", library)
@@ -237,7 +238,10 @@ class RouterServer:
             spare = SpareCapacity(self._edges, self._config)
             runner = BatchRunner(batches, spare, self._keys, app.batched)
             self._batches = asyncio.create_task(runner.run())
-        server = HttpServer(app.app, self._edges.end_calls, self._config.tls)
+        # With few files, idle connections must give way before no more can be opened.
+        files = max(self._open_files - OTHER_FILES, self._open_files // 2)
+        most = min(MAX_CONNECTIONS, files)
+        server = HttpServer(app.app, self._edges.end_calls, self._config.tls, most)
         self.http_address = server.start(limits.host, limits.http_port)
         return server
 

@@ -234,11 +234,3 @@ async def test_an_unknown_path_is_told_what_is_served(door: RouterServer) -> Non
     message = response.json()["error"]["message"]
     assert "/v1/assistants" in message
     assert "/v1/chat/completions, /v1/completions" in message
-
-
-async def test_connections_beyond_the_limit_are_closed(
-    door: RouterServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 0)
-    with pytest.raises(httpx.TransportError):
-        await post(door, b"{}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import socket
 import ssl
 from pathlib import Path
 
@@ -11,12 +13,16 @@ import httpx
 import openai
 import pytest
 from front_door import front_door
+from starlette.responses import PlainTextResponse
 from typer.testing import CliRunner
 
 from baton import AsyncClient, Client, InvalidConfig, Unavailable
 from baton.cli.app import app
 from baton.core import config as configs
+from baton.core.config import TlsConfig
 from baton.core.tls import check_router, check_worker
+from baton.router.edges.http import http_server
+from baton.router.edges.http.http_server import HttpServer
 from baton.v1 import worker_pb2_grpc
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
@@ -72,6 +78,29 @@ async def test_a_router_speaks_tls_with_clients_and_workers(certs: Path, tmp_pat
         async with httpx.AsyncClient(base_url=url) as stranger:
             with pytest.raises(httpx.ConnectError):
                 await stranger.get("/ready")
+
+
+async def test_a_stop_waits_for_no_idle_client(
+    certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that keeps a connection for later reads nothing, and does not answer its end."""
+    monkeypatch.setattr(http_server, "READ_SECONDS", 0.0)
+    tls = TlsConfig(folder=str(certs))
+    server = HttpServer(PlainTextResponse("yes"), lambda: None, tls)
+    host, _, port = server.start("127.0.0.1", 0).rpartition(":")
+    trusting = ssl.create_default_context(cafile=str(certs / "ca.pem"))
+
+    def ask() -> ssl.SSLSocket:
+        connection = socket.create_connection((host, int(port)))
+        client = trusting.wrap_socket(connection, server_hostname=host)
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        while not client.recv(1000).endswith(b"yes"):
+            pass
+        return client
+
+    with await asyncio.to_thread(ask):
+        async with asyncio.timeout(20):
+            await server.stop(grace=60)
 
 
 async def test_clients_can_be_made_to_show_a_certificate(certs: Path, tmp_path: Path) -> None:

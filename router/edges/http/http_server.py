@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import socket
 import ssl
@@ -22,6 +23,7 @@ import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from baton.core.config import TlsConfig
 from baton.core.errors import Internal
@@ -30,9 +32,20 @@ from baton.router.edges.http.http_errors import error_response
 
 HEAD_SECONDS = 10.0
 """Time limit from a connection's start, or the first byte after an answer, to the end of the next
-request's head. Uvicorn closes an idle connection sooner."""
+request's head; and from an answer that came early to the end of its request's body."""
+
+KEEP_ALIVE_SECONDS = 620
+"""Time limit of an idle connection. Longer than those of clients and proxies, so that these close
+first: a request that is sent while the router closes gets no answer. httpx and the OpenAI SDK keep
+a connection for 5 s, nginx and AWS's load balancers for 60 s, Go for 90 s, Google's load balancers
+for 600 s."""
+
+READ_SECONDS = 2.0
+"""Time for a client to read the rest of its answer before its idle connection may be cut."""
 
 MAX_CONNECTIONS = 4096
+"""One more takes the place of the connection that has been idle for longest, or is closed."""
+
 MAX_HEAD_BYTES = 16 * 2**10
 TOO_LONG = f"the request head must have at most {MAX_HEAD_BYTES} bytes"
 
@@ -56,6 +69,11 @@ class ChunkingConnection(h11.Connection):
 
     refusal: h11.RemoteProtocolError | None = None
     _chunked = False  # a chunked body is being sent
+
+    @property
+    def is_between_requests(self) -> bool:
+        """True until the first byte of the next request."""
+        return self.their_state is h11.IDLE and not self.trailing_data[0]
 
     def next_event(self) -> Any:
         try:
@@ -85,10 +103,30 @@ class ChunkingConnection(h11.Connection):
         return b"%x\r\n%b\r\n" % (len(body), body) if body else b""
 
 
+class HttpConnections(ServerState):
+    """All connections of a server, of which `limit` may be open."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        # Since when, in the loop's time; the one that has been idle for longest is first.
+        self.idle: dict[BoundedConnection, float] = {}
+
+    def make_room(self) -> bool:
+        """Cuts the connection that has been idle for longest, unless its client may still read."""
+        oldest = next(iter(self.idle), None)
+        if oldest is None or not oldest.may_be_cut:
+            return False
+        del self.idle[oldest]
+        oldest.transport.abort()  # under TLS, close would wait for the client
+        return True
+
+
 class BoundedConnection(H11Protocol):
     """Uvicorn's protocol with a time limit for request heads, and writes without a task."""
 
     conn: ChunkingConnection
+    server_state: HttpConnections
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -99,13 +137,30 @@ class BoundedConnection(H11Protocol):
             # where writing would pause and never resume.
             transport.set_write_buffer_limits(high=0)
         self.app_state = {**self.app_state, CONNECTION: self}
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self.server_state.limit and not self.server_state.make_room():
             transport.abort()
-        self._update_timer()
+        self._update_timers()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._update_timer()
+        self._update_timers()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._update_timers()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.may_be_cut:
+            # Uvicorn waits for the others. Under TLS this one ends when its client answers, which
+            # idle ones may not do.
+            self.connections.discard(self)
+
+    @property
+    def may_be_cut(self) -> bool:
+        """True if the connection is idle and its client has had time to read the last answer."""
+        since = self.server_state.idle.get(self, math.inf)
+        return self.loop.time() - since >= READ_SECONDS
 
     @property
     def keeps_up(self) -> bool:
@@ -138,19 +193,41 @@ class BoundedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.server_state.idle.pop(self, None)
         super().connection_lost(exc)
         # It refers to this connection. Breaking the cycle frees the connection now. The garbage
         # collector would free thousands at once, in a pause of 40 ms.
         self.app_state = {}
 
-    def _update_timer(self) -> None:
-        """Runs the timer while a request's head is awaited. Bytes of an unfinished head do not
-        restart it."""
-        waiting = self.cycle is None or self.cycle.response_complete
-        if not waiting:
+    def _update_timers(self) -> None:
+        """Limits the time of an idle connection, and the time for the rest of a request that is not
+        running. Bytes of that rest do not restart its timer."""
+        self.server_state.idle.pop(self, None)
+        if self._is_idle:
+            self.server_state.idle[self] = self.loop.time()
+            self._limit_idle_time()
+        if self._is_running or self._is_idle:
             self._stop_timer()
         elif self._timer is None:
             self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    @property
+    def _is_running(self) -> bool:
+        """True from a request's head until its answer's end."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_idle(self) -> bool:
+        """True from the end of a request and its answer until the next head's first byte."""
+        used = self.cycle is not None and self.cycle.response_complete
+        return used and self.conn.is_between_requests and not self.transport.is_closing()
+
+    def _limit_idle_time(self) -> None:
+        """Starts uvicorn's timer again if the end of a body has stopped it after the answer."""
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _stop_timer(self) -> None:
         if self._timer:
@@ -193,7 +270,13 @@ def _in_origin_form(head: h11.Request) -> h11.Request:
 class HttpServer(uvicorn.Server):
     """Serves `app`; `end_calls` is called when it stops."""
 
-    def __init__(self, app: ASGIApp, end_calls: Callable[[], None], tls: TlsConfig) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        end_calls: Callable[[], None],
+        tls: TlsConfig,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self._end_calls = end_calls
         config = uvicorn.Config(
             app,
@@ -205,9 +288,11 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             **_tls_options(tls),
         )
         super().__init__(config)
+        self.server_state = HttpConnections(max_connections)
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         """Leaves signals to the router."""
