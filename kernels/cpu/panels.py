@@ -142,8 +142,10 @@ class Panels:
 
     def _run(self, name: str, arguments: ProductArguments, out: Tensor) -> Tensor:
         rows: int = arguments.rows
-        cut = _cut(self._count, rows, self._tile.panel, self._tile.rows, torch.get_num_threads())
-        arguments.panels_per_item, arguments.rows_per_item = cut
+        threads = torch.get_num_threads()
+        each, part = _cut(self._count, rows, self._tile.panel, self._tile.rows, threads)
+        arguments.panels_per_item, arguments.rows_per_item = each, part
+        arguments.panels_between = (threads - 1) * each
         compiler.run(self._addresses["lay_out"], arguments, alone=rows <= FEW_ROWS)
         compiler.run(self._addresses[name], arguments)
         return out[:, : self._outputs - self._missing].contiguous() if self._missing else out

@@ -43,6 +43,7 @@ from baton.kernels.cpu.ir_builder import (
 from baton.kernels.cpu.norm import normalized
 from baton.kernels.cpu.tile import VECTORS, Tile
 from baton.kernels.cpu.vectors import (
+    CODE,
     FLOAT,
     QUAD,
     Floats,
@@ -76,6 +77,15 @@ INPUTS_AHEAD = 24
 late while a tile multiplies, from memory and from L2."""
 
 
+FETCHED_PER_INPUT = 16
+"""Bytes of the panel that follows which a block prefetches into L2 for each input: four blocks of
+rows prefetch it all, while they multiply a decoded panel and memory would be idle."""
+
+INPUTS_OF_FETCHING = 2
+"""Inputs per iteration of a tile's loop that does so. With INPUTS_PER_TURN, LLVM keeps some sums on
+the stack."""
+
+
 class ProductArguments(ctypes.Structure):
     """Arguments of the compiled functions."""
 
@@ -96,6 +106,7 @@ class ProductArguments(ctypes.Structure):
         ("up_addend", ctypes.c_void_p),
         ("panels_per_item", ctypes.c_int64),
         ("rows_per_item", ctypes.c_int64),  # a multiple of a block
+        ("panels_between", ctypes.c_int64),  # of other threads, between two items of a thread
         ("blocks_claimed", ctypes.c_int64),  # 0 at first
         ("items_claimed", ctypes.c_int64),  # 0 at first
     )
@@ -124,13 +135,15 @@ def _module(tile: Tile) -> ir.Module:
 
 
 def _panel_of_codes(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
-    """As _panel. Many rows multiply a decoded copy of the panel, few rows decode as they go."""
+    """As _panel, with the address of the panel that follows. Many rows multiply a decoded copy of
+    the panel, and on AVX-512 prefetch the one that follows; few rows decode as they go."""
     few = _panel(module, tile, result)
-    many = _panel(module, replace(tile, group=0), result, name="decoded_")
+    following = tile if tile.lanes == AVX512.lanes else None
+    many = _panel(module, replace(tile, group=0), result, "decoded_", following)
     decode = decode_code(module, tile)
-    types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT, POINTER]
     code = Function(module, f"panel_of_codes_{result}", types, lanes=tile.lanes)
-    blocks, rows, inputs, panel, *rest = code.arguments
+    blocks, rows, inputs, panel, *rest, after = code.arguments
     builder = code.builder
     fits = builder.and_(
         rows.compare(">", DECODED_BLOCKS * tile.rows), inputs.compare("<=", MOST_DECODED)
@@ -140,50 +153,61 @@ def _panel_of_codes(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
         space = builder.alloca(floats_type(tile.lanes), size=size)
         copy = Memory(builder, space, tile.lanes)
         code.call(decode, panel, inputs, copy)
-        code.call(many, blocks, rows, inputs, copy, *rest)
+        code.call(many, blocks, rows, inputs, copy, *rest, *([after] if following else []))
     with code.when(builder.not_(fits)):
         code.call(few, blocks, rows, inputs, panel, *rest)
     code.end()
     return code
 
 
-def _panel(module: ir.Module, tile: Tile, result: ir.Type, name: str = "") -> Function:
+def _panel(
+    module: ir.Module, tile: Tile, result: ir.Type, name: str = "", following: Tile | None = None
+) -> Function:
     """Multiplies some rows by one panel: (blocks, rows, inputs, panel, addend, its stride, out, its
-    stride)"""
+    stride). If there is a tile of another panel, prefetches that panel: (…, its address)"""
     if tile.amx:
         return amx.panel_code(module, result)
     if tile.bits and compiler.has_byte_dot():
         kind = (VECTORS, tile.element, result, tile.bits)
         return integer_rows.panel_code(module, *kind)
-    parts = [_part(module, tile, rows, result, name) for rows in range(1, tile.rows + 1)]
+    fetches, every = following is not None, range(1, tile.rows + 1)
+    parts = [_part(module, tile, rows, result, name, fetches) for rows in every]
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
-    code = Function(module, f"{name}panel_{result}", types)
-    blocks, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    code = Function(module, f"{name}panel_{result}", types + [POINTER] * fetches)
+    blocks, rows, inputs, panel, addend, addend_stride, out, out_stride, *ahead = code.arguments
     addend, out = addend.of(tile.element), out.of(result)
     with code.loop(0, rows, step=tile.rows) as row:
         left = (rows - row).at_most(tile.rows)
         block = blocks.from_(row * tile.block_depth(inputs))
         target, added = out.from_(row * out_stride), addend.from_(row * addend_stride)
+        if following:  # each block prefetches a share of it
+            share = inputs * FETCHED_PER_INPUT
+            last = following.panel_depth(inputs) * following.panel - share
+            ahead = [code.arguments[-1].of(CODE).from_((row // tile.rows * share).at_most(last))]
         for count, part in enumerate(parts, start=1):
             with code.when(left.compare("==", count)):
-                code.call(part, block, inputs, panel, added, addend_stride, target, out_stride)
+                at = (block, inputs, panel, added, addend_stride, target, out_stride)
+                code.call(part, *at, *ahead)
     code.end()
     return code
 
 
-def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type, name: str) -> Function:
+def _part(
+    module: ir.Module, tile: Tile, rows: int, result: ir.Type, name: str, fetches: bool
+) -> Function:
     """Multiplies the first `rows` of a tile: (block, inputs, panel, addend, its stride, out, its
-    stride)"""
+    stride). If it fetches, prefetches a share of another panel: (…, the share's address)"""
     if tile.bits:
         return integer_product.part_code(module, rows, VECTORS, tile.element, result, tile.bits)
-    types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    types = [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT, *[POINTER] * fetches]
     code = Function(module, f"{name}tile_{result}_{rows}", types, lanes=tile.lanes)
-    block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    block, inputs, panel, addend, addend_stride, out, out_stride, *ahead = code.arguments
     panel, addend, out = panel.of(tile.weight_element), addend.of(tile.element), out.of(result)
     zeros = [code.zero()] * (rows * VECTORS)
-    with code.sum_loop(0, inputs, zeros, step=INPUTS_PER_TURN) as (first, sums):
+    turns = INPUTS_OF_FETCHING if fetches else INPUTS_PER_TURN
+    with code.sum_loop(0, inputs, zeros, step=turns) as (first, sums):
         grid = grid_of_group(panel, tile, first, inputs) if tile.group else []
-        for turn in range(INPUTS_PER_TURN):
+        for turn in range(turns):
             start = (first + turn) * tile.panel
             if tile.lanes == AVX512.lanes:
                 _fetch_ahead(panel, tile, start, turn)
@@ -194,6 +218,8 @@ def _part(module: ir.Module, tile: Tile, rows: int, result: ir.Type, name: str) 
                 for vector, weight in enumerate(weights):
                     at = row * VECTORS + vector
                     sums[at] = sums[at].plus_product(weight, x)
+        for share in ahead:
+            share.of(CODE).prefetch(first * FETCHED_PER_INPUT, keep=2)
     for row in range(rows):
         for vector in range(VECTORS):
             column = vector * tile.lanes
@@ -317,7 +343,7 @@ def _product(module: ir.Module, tile: Tile, panel: Function, name: str, result: 
     with _panels(code, given, tile) as at:
         outputs = given.count("outputs")
         out = given.memory("out", result).from_(at.row * outputs + at.column)
-        _call_panel(code, given, tile, panel, at, "", out, outputs)
+        _call_panel(code, given, tile, panel, at, "", ("", at.following), out, outputs)
     code.end()
 
 
@@ -332,8 +358,9 @@ def _gated_product(
     with _panels(code, given, tile) as at, code.loop(0, at.rows, step=GATED_ROWS) as first:
         rows = (at.rows - first).at_most(GATED_ROWS)
         some = replace(at, row=at.row + first, rows=rows)
-        for prefix, unrounded in zip(("", "up_"), both, strict=True):
-            _call_panel(code, given, tile, panel, some, prefix, unrounded, tile.panel)
+        of_gates, of_ups = ("", ("up_", some.panel)), ("up_", ("", some.following))
+        for (prefix, then), unrounded in zip((of_gates, of_ups), both, strict=True):
+            _call_panel(code, given, tile, panel, some, prefix, then, unrounded, tile.panel)
         outputs = given.count("outputs")
         gated = given.memory("out", tile.element).from_(some.row * outputs + at.column)
         code.call(gate, *both, gated, rows, outputs)
@@ -345,6 +372,7 @@ class _Place:
     """Some rows of one panel."""
 
     panel: Count
+    following: Count  # the panel that the thread probably multiplies next
     column: Count  # the panel's first
     row: Count
     rows: Count
@@ -363,8 +391,12 @@ def _panels(code: Function, given: Arguments, tile: Tile) -> Iterator[_Place]:
     with registers, code.claim(given.field("items_claimed"), items) as item:
         first, row = item // parts * a_item, item % parts * rows_per_item
         rows = (every_row - row).at_most(rows_per_item)
-        with code.loop(first, (first + a_item).at_most(panels)) as index:
-            yield _Place(index, (index * tile.panel).at_most(outputs - tile.panel), row, rows)
+        end = (first + a_item).at_most(panels)
+        with code.loop(first, end) as index:
+            ends = Count(code.builder, code.builder.zext((index + 1).compare("==", end), COUNT))
+            following = index + 1 + ends * given.count("panels_between")
+            column = (index * tile.panel).at_most(outputs - tile.panel)
+            yield _Place(index, following, column, row, rows)
 
 
 def _call_panel(
@@ -374,19 +406,27 @@ def _call_panel(
     panel: Function,
     at: _Place,
     prefix: str,
+    then: tuple[str, Count],
     out: Memory,
     out_stride: Count | int,
 ) -> None:
+    """`then` are the prefix and the index of the panel that is probably multiplied next."""
     inputs, stride = given.count("inputs"), given.count("addend_stride")
     weights = given.memory(prefix + "panels", tile.weight_element)
+    size = tile.panel_depth(inputs) * tile.panel
+    following = []
+    if tile.group:
+        name, index = then
+        following = [given.memory(name + "panels", tile.weight_element).from_(index * size)]
     code.call(
         panel,
         given.memory("blocks", tile.block_element).from_(at.row * tile.block_depth(inputs)),
         at.rows,
         inputs,
-        weights.from_(at.panel * tile.panel_depth(inputs) * tile.panel),
+        weights.from_(at.panel * size),
         given.memory(prefix + "addend", tile.element).from_(at.row * stride + at.column),
         stride,
         out,
         out_stride,
+        *following,
     )
