@@ -22,7 +22,7 @@ from baton.kernels.cpu import compiler
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 """With more rows, products take nearly all of a step's time."""
 
 MOST_RECORDED_ROWS = 512
