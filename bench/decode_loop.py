@@ -66,23 +66,31 @@ class DecodeLoop:
     ) -> None:
         self._scheduler = DecodeScheduler(engine.pool, max_batch, chunk_tokens, speculation)
         self._pipeline = StepPipeline(engine, WorkerMetrics("bench", Role.DECODE), StepRecord())
-        self._pipeline.on_step = speculation.note_step if speculation else None
+        self._pipeline.on_step = self._note_step if speculation else None
+        self._speculation = speculation
+        self._paused, self._ended_at = 0.0, time.perf_counter()  # other loops run in a pause
         self._sequences = [Sequence.queued(work, engine.pool) for work in load.works()]
         self._ended: set[Sequence] = set()
         for sequence in self._sequences:
             self._scheduler.compute(sequence)
         self.run = Run([])
 
+    def _note_step(self, rows: int, seconds: float, waited: bool) -> None:
+        assert self._speculation
+        self._speculation.note_step(rows, seconds - self._paused * waited, waited)
+
     def step(self) -> bool:
         """Runs a step. False when all answers are complete."""
         run, began = self.run, time.perf_counter()
+        self._paused = began - self._ended_at
         prompts = any(not each.generated for each in self._sequences)
         plan, in_flight = self._scheduler.next(), self._pipeline.any
         for settled in self._pipeline.advance(plan):
             if settled.sequence not in self._ended:
                 self._commit(settled)
         run.steps += bool(plan)
-        run.seconds += time.perf_counter() - began
+        self._ended_at = time.perf_counter()
+        run.seconds += self._ended_at - began
         if not self._ended:
             run.together = run.rate
         if prompts:

@@ -2,10 +2,10 @@
 
 The cost of a step by its number of rows is measured (decode_worker/step_cost.py). A guess is one
 more row. It yields a token with the probability that it and all guesses before it are right.
-Guesses are added, likeliest first, while each raises the step's tokens per second. Now and then a
-step runs without guesses, or with some that do not seem to pay, to measure both costs. A draft
-model, if there is one (decode_worker/drafts.py), guesses for sequences whose text offers no
-likelier guess.
+Guesses are added, likeliest first, up to the number of rows with the most tokens per second. On a
+CPU, which computes rows in blocks, that is the end of a block. Now and then a step runs without
+guesses, or with some that do not seem to pay, to measure both costs. A draft model, if there is one
+(decode_worker/drafts.py), guesses for sequences whose text offers no likelier guess.
 
 On a GPU the host plans a step while the one before runs, and so does not know its tokens. A step
 with guesses needs them, so the device waits for its plan; the fit includes this wait. Steps run
@@ -38,7 +38,7 @@ FIRST_PERIOD, PERIOD = 2, 32
 
 TRIAL_PERIOD, TRIAL_ROWS, TRIAL_CHANCE = 64, 2, 0.5
 """After TRIAL_PERIOD steps without guesses, up to TRIAL_ROWS guesses of at least TRIAL_CHANCE are
-tried: the last measurement may be of a busy moment."""
+tried, or as many as fill a block: the last measurement may be of a busy moment."""
 
 MOST_FOLLOWED = 64
 """If steps run ahead, a step with more sequences has no guesses: the host takes 10 to 20 us for
@@ -102,11 +102,13 @@ class Speculation:
         self._plain_steps = max(self._plain_steps, 0) - 1
         return self._plain_steps >= 0
 
-    def _trial(self, chances: list[_Chance], most: int) -> Counter[Sequence]:
+    def _trial(self, chances: list[_Chance], rows: int, most: int) -> Counter[Sequence]:
         """A few likely guesses, if a step with guesses is due, to measure its cost."""
         if self._steps_without < TRIAL_PERIOD:
             return Counter()
-        likely = sorted(chances, key=itemgetter(0), reverse=True)[: min(TRIAL_ROWS, most)]
+        fill = -rows % self._cost.block or self._cost.block
+        tried = TRIAL_ROWS if rows < self._cost.block else max(TRIAL_ROWS, fill)
+        likely = sorted(chances, key=itemgetter(0), reverse=True)[: min(tried, most)]
         return Counter(sequence for chance, sequence in likely if chance >= TRIAL_CHANCE)
 
     def _ahead(self, sequence: Sequence) -> Offer:
@@ -130,7 +132,7 @@ class Speculation:
             self._add_drafts(self._drafts, offers, sum(plan.values()), most_rows)
         chances = _chances(offers)
         depths = self._depths(chances, decoding, sum(plan.values()), most_rows)
-        depths = depths or self._trial(chances, most_rows)
+        depths = depths or self._trial(chances, sum(plan.values()), most_rows)
         self._steps_with_guesses = self._steps_with_guesses + 1 if depths else 0
         self._steps_without = 0 if depths else self._steps_without + 1
         for sequence, depth in depths.items():
@@ -186,18 +188,18 @@ class Speculation:
             return Counter()
         cost, most = self._cost, min(most, self._cost.most_rows(rows) - rows)
         waits = self._runs_ahead and not all(each.needs_known_tokens for each in decoding)
-        tokens = float(len(decoding))
-        without = tokens / cost.seconds(rows)
-        seconds = cost.seconds(rows, waited=waits)
-        depths: Counter[Sequence] = Counter()
-        for chance, sequence in sorted(chances, key=itemgetter(0), reverse=True)[:most]:
-            rows += 1
-            longer = cost.seconds(rows, waited=waits)
-            if (tokens + chance) * seconds <= tokens * longer:
-                break
-            depths[sequence] += 1
-            tokens, seconds = tokens + chance, longer
-        return depths if tokens > without * seconds else Counter()
+        tokens, paying = float(len(decoding)), 0
+        best = tokens / cost.seconds(rows)
+        likely = sorted(chances, key=itemgetter(0), reverse=True)[:most]
+        for count, (chance, _) in enumerate(likely, start=1):
+            tokens += chance
+            if cost.is_full(rows + count) or count == len(likely):
+                rate = tokens / cost.seconds(rows + count, waited=waits)
+                if rate > best:
+                    best, paying = rate, count
+                elif paying and cost.block == 1:  # further guesses pay even less
+                    break
+        return Counter(sequence for _, sequence in likely[:paying])
 
 
 def _chances(offers: dict[Sequence, Offer]) -> list[_Chance]:

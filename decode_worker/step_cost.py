@@ -24,12 +24,14 @@ class Assumed(NamedTuple):
     wait: float
     rows: tuple[int, ...]  # numbers of rows whose cost is fitted
     weight: float  # number of measured steps that the assumption counts for
+    block: int  # rows that are computed together
+    records: bool  # the first step with a number of rows takes longer: it is recorded
 
 
-CPU = Assumed(4e-3, 1e-3, 1e-3, (1, 2, 4, 8, 16, 32, 64, 128, 256), 2.0)
-GPU = Assumed(5e-3, 2e-5, 1e-3, (1, 256), 0.2)
+CPU = Assumed(4e-3, 1e-3, 1e-3, (1, 2, 4, 8, 16, 32, 64, 128, 256), 2.0, 8, records=True)
+GPU = Assumed(5e-3, 2e-5, 1e-3, (1, 256), 0.2, 1, records=False)
 """GPU is from an H200 with an 8B model. Its weight is low: while guesses are run, few steps run
-ahead, and only these tell the wait from the rest of a step."""
+ahead, and only these tell the wait from the rest of a step. Its steps are recorded at start."""
 
 MEMORY = 200.0
 """Number of steps after which a measurement counts for a third."""
@@ -43,7 +45,8 @@ class StepCost:
         """`runs_ahead`: the device runs a step while the next one is planned, unless it has to wait
         for the plan."""
         assumed = GPU if runs_ahead else CPU
-        self._rows = assumed.rows
+        self._rows, self.block = assumed.rows, assumed.block
+        self._known: set[int] | None = set() if assumed.records else None
         steps = [assumed.step + assumed.row * rows for rows in self._rows]
         self._set_fit(OnlineFit([*steps, assumed.wait], MEMORY, assumed.weight))
         self._most_measured = 0
@@ -59,12 +62,19 @@ class StepCost:
 
     def note(self, rows: int, seconds: float, *, waited: bool = False) -> None:
         """Notes the seconds of a step that only decodes."""
+        self._most_measured = max(self._most_measured, rows)
+        if self._known is not None and rows not in self._known:
+            self._known.add(rows)
+            return
         features = [0.0] * len(self._rows) + [float(waited)]
         for place, share in _shares(rows, self._rows):
             features[place] = share
         self._fit.note(features, seconds)
         self._set_fit(self._fit)
-        self._most_measured = max(self._most_measured, rows)
+
+    def is_full(self, rows: int) -> bool:
+        """True unless another row would cost next to nothing: it would fill a block."""
+        return rows < self.block or rows % self.block == 0
 
     def most_rows(self, rows: int) -> int:
         """Limit of rows, with guesses, of a step that has `rows` without them, so that the cost is

@@ -37,7 +37,8 @@ class FixedStepCost(StepCost):
     """A step of the main model, by the same rule."""
 
     def __init__(self, step: float = 1e-2, row: float = 1e-4) -> None:
-        self._rows = CPU.rows
+        super().__init__()
+        self.block, self._known = 1, None
         self._set_fit(FixedCost([*(step + row * rows for rows in CPU.rows), step], 1.0))
         self._most_measured = CPU.rows[-1]
 
