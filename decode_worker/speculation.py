@@ -106,10 +106,12 @@ class Speculation:
         """A few likely guesses, if a step with guesses is due, to measure its cost."""
         if self._steps_without < TRIAL_PERIOD:
             return Counter()
-        fill = -rows % self._cost.block or self._cost.block
-        tried = TRIAL_ROWS if rows < self._cost.block else max(TRIAL_ROWS, fill)
-        likely = sorted(chances, key=itemgetter(0), reverse=True)[: min(tried, most)]
-        return Counter(sequence for chance, sequence in likely if chance >= TRIAL_CHANCE)
+        block = self._cost.block
+        tried = max(TRIAL_ROWS, -rows % block or block) if rows >= block > 1 else TRIAL_ROWS
+        ordered = sorted(chances, key=itemgetter(0), reverse=True)[: min(tried, most)]
+        likely = [sequence for chance, sequence in ordered if chance >= TRIAL_CHANCE]
+        # A part of a block cannot pay, and its number of rows would be recorded for nothing.
+        return Counter(likely) if len(likely) == tried or tried == TRIAL_ROWS else Counter()
 
     def _ahead(self, sequence: Sequence) -> Offer:
         """Guesses after the tokens in flight, which are guessed too."""
@@ -189,16 +191,17 @@ class Speculation:
         cost, most = self._cost, min(most, self._cost.most_rows(rows) - rows)
         waits = self._runs_ahead and not all(each.needs_known_tokens for each in decoding)
         tokens, paying = float(len(decoding)), 0
-        best = tokens / cost.seconds(rows)
+        best, last = tokens / cost.seconds(rows), tokens / cost.seconds(rows, waited=waits)
         likely = sorted(chances, key=itemgetter(0), reverse=True)[:most]
         for count, (chance, _) in enumerate(likely, start=1):
             tokens += chance
             if cost.is_full(rows + count) or count == len(likely):
                 rate = tokens / cost.seconds(rows + count, waited=waits)
+                if rate <= last and cost.block == 1:  # further guesses pay even less
+                    break
+                last = rate
                 if rate > best:
                     best, paying = rate, count
-                elif paying and cost.block == 1:  # further guesses pay even less
-                    break
         return Counter(sequence for _, sequence in likely[:paying])
 
 
