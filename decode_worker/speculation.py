@@ -129,12 +129,12 @@ class Speculation:
         decoding = [each for each in plan if each.uncomputed == 1]
         if not decoding or self._runs_without():
             return
-        offers = {each: self._found(each) for each in decoding}
+        offers, rows = {each: self._found(each) for each in decoding}, sum(plan.values())
         if self._drafts:
-            self._add_drafts(self._drafts, offers, sum(plan.values()), most_rows)
+            self._add_drafts(self._drafts, offers, rows, most_rows)
         chances = _chances(offers)
-        depths = self._depths(chances, decoding, sum(plan.values()), most_rows)
-        depths = depths or self._trial(chances, sum(plan.values()), most_rows)
+        depths = self._depths(chances, decoding, rows, most_rows)
+        depths = depths or self._trial(chances, rows, most_rows)
         self._steps_with_guesses = self._steps_with_guesses + 1 if depths else 0
         self._steps_without = 0 if depths else self._steps_without + 1
         for sequence, depth in depths.items():
